@@ -44,8 +44,10 @@ class UploadAfterSave:
     def __init__(self, trainer: "Trainer") -> None:
         self._trainer = trainer
 
-    def on_save(self, args: object, state: Any, control: object, **kwargs: object) -> None:
-        self._trainer.push_to_hub(commit_message=f"Training in progress, step {state.global_step}")
+    def on_save(self, args: object, state: object, control: object, **kwargs: object) -> None:
+        # The present weights are uploaded. After a background save, they are newer than the checkpoint.
+        step = self._trainer.state.global_step
+        self._trainer.push_to_hub(commit_message=f"Training in progress, step {step}")
 
 
 def create_repository(trainer: "Trainer", token: str | None) -> None:

@@ -127,12 +127,14 @@ def test_other_trainers_save_and_resume_as_in_the_foreground(
 
 
 def events_of_saves(kind: str, directory: str) -> list[tuple[int, str, bool]]:
-    """Return the step, the name and the completeness of the checkpoint at each on_save."""
+    """Return the step of the trainer, the name and the completeness of the checkpoint at each on_save."""
     seen = []
 
-    def on_save(state: Any, checkpoint_path: str, **_: Any) -> None:
+    def on_save(state: Any, checkpoint_path: str, trainer: Trainer, **_: Any) -> None:
         is_complete = store.verify_checkpoint(checkpoint_path) == []
-        seen.append((state.global_step, os.path.basename(checkpoint_path), is_complete))
+        seen.append((trainer.state.global_step, os.path.basename(checkpoint_path), is_complete))
+        assert os.path.basename(checkpoint_path) == f"checkpoint-{state.global_step}"
+        assert state.epoch == pytest.approx(state.global_step / state.epoch_train_steps)
 
     patch = slow_writes(0.02)
     recorder = Recorder(on_save=on_save, on_step_end=lambda **_: time.sleep(0.05))
@@ -274,7 +276,9 @@ def test_save_by_hand_returns_after_the_commit(tmp_path: Path) -> None:
             path = trainer.save_checkpoint()
             seen.append(store.verify_checkpoint(path) == [])
 
-    build("single", tmp_path, Recorder(on_step_end=save), async_save=True, save_total_limit=None).train()
+    recorder = Recorder(on_step_end=save)
+    build("single", tmp_path, recorder, async_save=True, save_total_limit=None).train()
     patch.undo()
     assert seen == [True]
+    assert recorder.steps("on_save") == [SAVED_STEP, SAVED_STEP + 1, NUM_STEPS]
     assert saved_steps(tmp_path) == [SAVED_STEP, SAVED_STEP + 1, NUM_STEPS]

@@ -104,3 +104,28 @@ def test_logged_norm_is_that_of_the_last_step(tmp_path: Path) -> None:
         trainer.train()
         norms.append({one["step"]: one["grad_norm"] for one in trainer.state.log_history if "grad_norm" in one})
     assert norms[1] == {step: norms[0][step] for step in (2, 4)}
+
+
+class AfterSave(transformers.TrainerCallback):
+    """Find the checkpoint of a save as callbacks of transformers do: by the step of the state."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[int, bool, int]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.newest = state
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        path = os.path.join(args.output_dir, f"checkpoint-{state.global_step}")
+        self.found.append((state.global_step, os.path.isdir(path), state.log_history[-1]["step"]))
+
+
+def test_background_saves_show_callbacks_the_saved_step(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "fg_strategy": "single"}
+    options |= {"max_steps": 9, "save_strategy": "steps", "save_steps": 2, "logging_steps": 1, "fg_async_save": True}
+    callback = AfterSave()
+    args = forgather.hf.TrainingArguments(str(tmp_path), **options)
+    trainer = forgather.hf.Trainer(tiny_llama(), args, collate, rows(), callbacks=[callback])
+    trainer.train()
+    assert callback.found == [(step, True, step) for step in (2, 4, 6, 8, 9)]
+    assert trainer.state.global_step == 9 and callback.newest is trainer.state

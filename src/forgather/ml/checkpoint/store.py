@@ -48,6 +48,8 @@ LEFTOVER = re.compile(r"\.(?P<kind>tmp|old|trash)-(?P<name>.+)-(?P<attempt>[0-9a
 EDITABLE_FILES = (EVAL_METRICS_NAME, TRAINER_STATE_NAME)
 # 18 digits always fit into a signed 64-bit integer.
 _STEP = re.compile(r"checkpoint-([0-9]{1,18})")
+# Readers hold no lock. Each repetition needs another save in between, so this number is never reached in practice.
+_MOST_READS = 10
 # Room for directory entries, file headers and the manifest: `needed_bytes` counts only the contents of files.
 _SPACE_MARGIN = 2**20
 
@@ -206,8 +208,34 @@ class FoundCheckpoint:
 def open_checkpoint(path: str) -> FoundCheckpoint:
     """Return the complete checkpoint at `path`. Raise `CheckpointCorruptError` or another `CheckpointError` if not.
 
-    Only names and sizes of files are checked here; readers verify checksums.
+    Only names and sizes of files are checked here; readers verify checksums. A checkpoint that a job deletes meanwhile
+    raises `CheckpointNotFoundError`, and one that it replaces is read again.
     """
+    for _ in range(_MOST_READS):
+        before = _fingerprint(path)
+        try:
+            return _open_now(path)
+        except (CheckpointError, OSError):
+            if _fingerprint(path) == before:
+                raise
+    return _open_now(path)
+
+
+def _fingerprint(path: str) -> tuple[object, ...] | None:
+    """Return a value that changes when a checkpoint is replaced or amended; None if there is no directory."""
+    try:
+        directory = os.stat(path)
+    except OSError:
+        return None
+    try:
+        manifest = os.lstat(os.path.join(path, MANIFEST_NAME))
+    except OSError:
+        return directory.st_dev, directory.st_ino
+    # A new file may get the inode number of a deleted one, but never an earlier time of change.
+    return directory.st_dev, directory.st_ino, manifest.st_ino, manifest.st_ctime_ns
+
+
+def _open_now(path: str) -> FoundCheckpoint:
     if not os.path.isdir(path):
         kind = "a file, not a checkpoint directory" if os.path.lexists(path) else "no such directory"
         raise CheckpointNotFoundError(f"There is no checkpoint at {path}: {kind}.")
@@ -369,9 +397,30 @@ def _candidates(root: str, any_name: bool = True) -> list[str]:
 
 def verify_checkpoint(path: str, note_bytes: Callable[[int], None] | None = None) -> list[str]:
     """Read every file and check its checksum and format. Return one line per problem. `note_bytes` gets bytes read."""
+    problems = verify_unless_gone(path, note_bytes)
+    return [f"There is no checkpoint at {path}."] if problems is None else problems
+
+
+def verify_unless_gone(path: str, note_bytes: Callable[[int], None] | None = None) -> list[str] | None:
+    """Return the problems of a checkpoint, as `verify_checkpoint`; None if there is none, or if a job has deleted it.
+
+    A checkpoint that a job replaces meanwhile is read again.
+    """
+    problems: list[str] | None = None
+    for _ in range(_MOST_READS):
+        before = _fingerprint(path)
+        problems = _problems_now(path, note_bytes)
+        if not problems or _fingerprint(path) == before:
+            return problems
+    return problems
+
+
+def _problems_now(path: str, note_bytes: Callable[[int], None] | None) -> list[str] | None:
     try:
         found = open_checkpoint(path)
         manifest, missing = found.manifest, found.missing_optional
+    except CheckpointNotFoundError:
+        return None
     except CheckpointCorruptError as error:
         try:
             # If a file is missing or has another size, check every file so that all problems are reported.

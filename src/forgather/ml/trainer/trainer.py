@@ -449,7 +449,7 @@ class Trainer(BaseTrainer[TTrainingArgs]):
             self.args, dataset, size, collator, self.device, seed, shares, lengths, self.skipped
         )
         if not self._loads_for_training:
-            return self.team.eval_loader(build, dataset, self._data_layout(for_training=False))
+            return self.team.eval_loader(build, dataset, phases.data_layout(self, for_training=False))
         return self.team.train_loader(build, dataset, self.layout, self.args.dataloader_drop_last, self.feed)
 
     def _update_training_steps(self) -> None:
@@ -814,6 +814,9 @@ class Trainer(BaseTrainer[TTrainingArgs]):
 
     def save_checkpoint(self, checkpoint_path: str | None = None) -> str:
         with raised_on_all_ranks():
+            if self.checkpoint_manager is not None and not self.checkpoint_manager.is_read_only:
+                # Its on_save must not be taken for that of this save.
+                self.saver.finish_save()
             return super().save_checkpoint(checkpoint_path)
 
     def _announce_save(self, path: str) -> None:

@@ -4,6 +4,7 @@ Both layouts of an output directory are listed. Directories that no resume takes
 interrupted save, a damaged checkpoint, a checkpoint of another program. Nothing is changed.
 """
 
+import contextlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -91,7 +92,10 @@ def list_checkpoints(path: str) -> Listing:
         output_dir = output_dir_of(path)
         found = _marked(_described_in(root), output_dir)
         own = [one for one in found[0] if os.path.realpath(one.path) == os.path.realpath(path)]
-        return Listing(path, output_dir, own or [_described(path)], found[1])
+        described = own or _described(path)
+        if not described:
+            raise CheckpointNotFoundError(f"There is no checkpoint at {path!r}: its run has just deleted it.")
+        return Listing(path, output_dir, described, found[1])
     output_dir, folders = _folders(path)
     checkpoints = [one for folder in folders for one in _described_in(folder)]
     marked, metric = _marked(checkpoints, output_dir)
@@ -125,12 +129,20 @@ def _names_in(folder: str) -> list[str]:
     is_inner = os.path.basename(os.path.abspath(folder)) == CHECKPOINTS_FOLDER
     return [
         name
-        for name in sorted(os.listdir(folder))
+        for name in _entries(folder)
         if name.startswith(CHECKPOINT_PREFIX)
         or _leftover(name) is not None
         # As `store.find_checkpoints`: users may give checkpoints any name in this folder.
         or (is_inner and os.path.lexists(os.path.join(folder, name, MANIFEST_NAME)))
     ]
+
+
+def _entries(folder: str) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except FileNotFoundError:
+        # A checkpoint that its run has just deleted.
+        return []
 
 
 def _leftover(name: str) -> str | None:
@@ -141,11 +153,16 @@ def _leftover(name: str) -> str | None:
 
 def _described_in(folder: str) -> list[ListedCheckpoint]:
     paths = (os.path.join(folder, name) for name in _names_in(folder))
-    return [_described(path) for path in paths if os.path.isdir(path) or os.path.islink(path)]
+    return [one for path in paths if os.path.isdir(path) or os.path.islink(path) for one in _described(path)]
 
 
-def _described(path: str) -> ListedCheckpoint:
-    """Return a checkpoint without the marks that depend on other checkpoints."""
+def _described(path: str) -> list[ListedCheckpoint]:
+    """Return a checkpoint without the marks that depend on other checkpoints; none if its run has just deleted it."""
+    listed = _described_now(path)
+    return [listed] if listed is not None and os.path.lexists(path) else []
+
+
+def _described_now(path: str) -> ListedCheckpoint | None:
     kind = _leftover(os.path.basename(path))
     if os.path.islink(path.rstrip(os.sep)):
         target = os.path.realpath(path)
@@ -157,6 +174,8 @@ def _described(path: str) -> ListedCheckpoint:
         return ListedCheckpoint(path, SET_ASIDE_STATUS, "a save found it damaged and set it aside", size)
     try:
         manifest = store.open_checkpoint(path).manifest
+    except CheckpointNotFoundError:
+        return None
     except (CheckpointError, OSError) as error:
         return _broken(path, size, error)
     return _with_manifest(ListedCheckpoint(path, COMPLETE, size_bytes=size), manifest)
@@ -215,8 +234,8 @@ def size_on_disk(path: str) -> int:
     for folder, _, names in os.walk(path):
         for name in names:
             # A save or deletion may remove the file meanwhile.
-            status = os.lstat(os.path.join(folder, name)) if os.path.lexists(os.path.join(folder, name)) else None
-            total += 0 if status is None else status.st_size
+            with contextlib.suppress(FileNotFoundError):
+                total += os.lstat(os.path.join(folder, name)).st_size
     return total
 
 

@@ -3,6 +3,7 @@
 Files that users may edit need only the right format. Files of optional components may be missing, as in a resume.
 """
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -40,10 +41,13 @@ class Verification:
     checkpoints: Sequence[CheckpointVerdict]
     num_bytes: int
     seconds: float
+    gone: Sequence[str] = ()
+    """Paths of checkpoints that their run deleted during the verification."""
 
     @property
     def is_intact(self) -> bool:
-        return not any(one.problems for one in self.checkpoints)
+        # Without a checkpoint, nothing was verified.
+        return bool(self.checkpoints) and not any(one.problems for one in self.checkpoints)
 
 
 def checkpoints_to_verify(path: str, everything: bool = False) -> list[str]:
@@ -84,6 +88,7 @@ def bytes_to_verify(checkpoints: Sequence[str]) -> int:
 def verify_checkpoints(checkpoints: Sequence[str], note_bytes: Callable[[int], None] | None = None) -> Verification:
     """Read every file of the checkpoints and compare it with its checksum and format.
 
+    Checkpoints that their run deletes meanwhile are no damage: `gone` lists them.
     `note_bytes` gets the number of bytes of each part that was read, from several threads.
     """
     counts: list[int] = []
@@ -95,16 +100,22 @@ def verify_checkpoints(checkpoints: Sequence[str], note_bytes: Callable[[int], N
             note_bytes(count)
 
     begun = time.perf_counter()
-    verdicts = [_verdict(path, note) for path in checkpoints]
-    return Verification(verdicts, sum(counts), time.perf_counter() - begun)
+    verdicts = {path: _verdict(path, note) for path in checkpoints}
+    found = [verdict for verdict in verdicts.values() if verdict is not None]
+    gone = [path for path, verdict in verdicts.items() if verdict is None]
+    return Verification(found, sum(counts), time.perf_counter() - begun, gone)
 
 
-def _verdict(path: str, note_bytes: Callable[[int], None]) -> CheckpointVerdict:
-    problems = [without_path(one, path) for one in store.verify_checkpoint(path, note_bytes)]
+def _verdict(path: str, note_bytes: Callable[[int], None]) -> CheckpointVerdict | None:
+    """Return the verdict on a checkpoint; None if it is gone."""
+    found = store.verify_unless_gone(path, note_bytes)
+    if found is None:
+        return None
+    problems = [without_path(one, path) for one in found]
     try:
         records, missing = read_manifest(path).files, []
         if not problems:
             missing = store.open_checkpoint(path).missing_optional
     except (CheckpointError, OSError):
-        return CheckpointVerdict(path, 0, 0, problems)
+        return CheckpointVerdict(path, 0, 0, problems) if os.path.isdir(path) else None
     return CheckpointVerdict(path, len(records), sum(record.size for record in records), problems, missing)

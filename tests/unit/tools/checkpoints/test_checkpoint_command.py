@@ -3,6 +3,9 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +15,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from forgather.ml.checkpoint.files.state_files import read_state
-from forgather.ml.checkpoint.manifest import MANIFEST_NAME
+from forgather.ml.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from forgather.ml.trainer.elastic.failure_notes import failure_of, note_failure
 from forgather.tools.checkpoints import compare_checkpoints, inspect_checkpoint, modify_checkpoint
+from forgather.tools.checkpoints.verification import verify_checkpoints
 from tests.unit.cli.program import Answer, call
 from tests.unit.tools.checkpoints.runs import KINDS
 
@@ -147,6 +151,100 @@ def test_verify_of_a_run_names_a_damaged_checkpoint_after_the_newest_complete_on
     answer = checkpoint(capsys, "verify", os.path.relpath(run))
     assert answer.code == 1 and "intact     " in answer.output and "DAMAGED    " in answer.output
     assert f"           {MANIFEST_NAME} is damaged" in answer.output
+
+
+# --- checkpoints that a job deletes or replaces meanwhile
+
+DELETE = "import sys; from forgather.ml.checkpoint import store; store.delete_checkpoint(sys.argv[1])"
+REPLACE = """
+import os, shutil, sys
+from forgather.ml.checkpoint.store import Transaction, new_attempt
+from forgather.ml.checkpoint.manifest import MANIFEST_NAME, read_manifest
+saved, replaced = sys.argv[1:]
+transaction = Transaction(replaced, new_attempt())
+shutil.copytree(saved, transaction.temporary_path)
+os.remove(transaction.path_of(MANIFEST_NAME))
+transaction.commit(read_manifest(saved))
+"""
+ROTATE = """
+import os, shutil, sys
+from forgather.ml.checkpoint import store
+saved, folder = sys.argv[1:]
+while True:
+    for number in range(10, 16):
+        path = os.path.join(folder, f"checkpoint-{number}")
+        if os.path.isdir(path):
+            store.delete_checkpoint(path)
+        temporary = store.Transaction(path, store.new_attempt()).temporary_path
+        shutil.copytree(saved, temporary)
+        os.rename(temporary, path)
+        print(number, flush=True)
+"""
+
+
+def in_another_process(program: str, *words: object) -> Callable[[int], None]:
+    """Return a function that runs the program once, at its first call."""
+    done: list[int] = []
+    lock = threading.Lock()
+
+    def run_once(_: int) -> None:
+        with lock:
+            if not done:
+                done.append(subprocess.run([sys.executable, "-c", program, *map(str, words)], check=True).returncode)
+
+    return run_once
+
+
+def test_verify_does_not_call_a_deleted_checkpoint_damaged(run: Path) -> None:
+    first, second = (str(run / "checkpoints" / f"checkpoint-{step}") for step in (1, 2))
+    result = verify_checkpoints([second, first], in_another_process(DELETE, second))
+    assert (list(result.gone), [one.path for one in result.checkpoints]) == ([second], [first])
+    assert result.is_intact
+    nothing = verify_checkpoints([second])
+    assert nothing.gone == [second] and not nothing.is_intact
+
+
+def test_verify_reads_a_replaced_checkpoint_again(run: Path) -> None:
+    first, second = run / "checkpoints" / "checkpoint-1", last(run)
+    result = verify_checkpoints([str(second)], in_another_process(REPLACE, first, second))
+    assert result.is_intact and not result.gone and len(result.checkpoints) == 1
+    assert read_manifest(str(second)).step == 1
+
+
+def test_commands_see_no_damage_while_a_job_rotates_its_checkpoints(capsys: Capture, run: Path) -> None:
+    folder, statuses = run / "checkpoints", set()
+    shutil.copytree(last(run), run / "saved")
+    shutil.rmtree(folder / "checkpoint-1")
+    with subprocess.Popen(
+        [sys.executable, "-c", ROTATE, run / "saved", folder], stdout=subprocess.PIPE, text=True
+    ) as job:
+        assert job.stdout is not None and job.stdout.readline()
+        try:
+            for _ in range(60):
+                statuses |= {one["status"] for one in parsed(capsys, "ls", run)["checkpoints"]}
+            for _ in range(20):
+                answer = checkpoint(capsys, "verify", run, "--all")
+                assert answer.code == 0 and "DAMAGED" not in answer.output and "intact" in answer.output
+            assert job.poll() is None
+        finally:
+            job.kill()
+    assert statuses <= {"complete", "temporary"}
+
+
+def test_verify_of_a_deleted_checkpoint_is_a_usage_error(capsys: Capture, run: Path) -> None:
+    shutil.copytree(last(run), run / "saved")
+    path = run / "checkpoints" / "checkpoint-12"
+    with subprocess.Popen(
+        [sys.executable, "-c", ROTATE, run / "saved", run / "checkpoints"], stdout=subprocess.PIPE, text=True
+    ) as job:
+        assert job.stdout is not None and job.stdout.readline()
+        try:
+            for command in ("verify", "ls") * 100:
+                answer = checkpoint(capsys, command, path)
+                assert answer.code in (0, 2) and "damaged" not in answer.output.lower(), answer
+            assert job.poll() is None
+        finally:
+            job.kill()
 
 
 def test_verify_accepts_edited_metrics_and_missing_optional_files(capsys: Capture, run: Path) -> None:

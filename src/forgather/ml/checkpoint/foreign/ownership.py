@@ -47,7 +47,11 @@ class Owner(enum.Enum):
 def owner_of(path: str) -> Owner:
     """Return the owner of a directory; a valid Forgather manifest decides first. Damaged checkpoints are UNKNOWN."""
     try:
+        before = os.stat(path)
         names = sorted(os.listdir(path))
+        # The list is not complete if a job has renamed the directory and deletes it.
+        if not os.path.samestat(before, os.stat(path)):
+            return Owner.UNKNOWN
     except OSError:
         return Owner.UNKNOWN
     if MANIFEST_NAME in names:

@@ -203,3 +203,13 @@ def refuse_short_weights(dtype: torch.dtype, where: str) -> None:
             f"mixed_precision='fp16' cannot be combined with weights in float16 ({where}): unscaling float16 gradients "
             "loses precision. Keep the weights in float32, or train without mixed_precision."
         )
+
+
+def check_shards(data_is_sharded: bool | None, dispatches_all: bool) -> None:
+    """Raise ValueError for shards of ranks that never read data, because rank 0 reads everything."""
+    if data_is_sharded and dispatches_all:
+        raise ValueError(
+            "data_is_sharded=True cannot be used: rank 0 reads for all ranks (dispatch_batches=True, or a single pipeline), so "
+            "nobody would read the shards of the other ranks. Set dispatch_batches=False, or pass the full dataset and remove "
+            "data_is_sharded."
+        )

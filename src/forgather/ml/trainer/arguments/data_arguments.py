@@ -24,6 +24,9 @@ class DataArguments(MinimalTrainingArguments):
     """"random", "sequential" (the same as shuffle=False), or "group_by_length": samples of similar length together."""
     length_column_name: str = "length"
     """Column with the length of a sample, for group_by_length. Without it the length of input_ids counts."""
+    data_is_sharded: bool | None = None
+    """Map-style datasets that every rank reads itself (dispatch_batches=False). True: each rank has its own shard. False: all
+    ranks have the same dataset, and the trainer shards it. None: samples of the ranks decide, and a doubt is an error."""
     skip_samples: Numbers = field(default_factory=tuple)
     """Indices of training samples to leave out. Their batches get smaller; other batches stay the same."""
     skip_steps: Numbers = field(default_factory=tuple)

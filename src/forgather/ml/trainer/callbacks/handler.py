@@ -109,10 +109,18 @@ class CallbackHandler:
         """Return how often the event was dispatched, with or without handlers. A dispatch in two parts counts once."""
         return self._counts.get(event, 0)
 
-    def dispatch(self, event: str, control: TrainerControl, readers: bool | None = None, **details: object) -> None:
+    def dispatch(
+        self,
+        event: str,
+        control: TrainerControl,
+        readers: bool | None = None,
+        state: TrainerState | None = None,
+        **details: object,
+    ) -> None:
         """Call every handler of the event, and merge returned controls into `control`.
 
         `readers` limits the call to callbacks with `reads_final_metrics` (True), or to the others (False, called first).
+        `state` replaces the state of the context, for an event about an earlier step.
         """
         if readers is not True:
             self._counts[event] += 1
@@ -123,7 +131,7 @@ class CallbackHandler:
             if event not in _COUNTED_EVENTS:
                 self.silent.add(event)
             return
-        args, state = self._args, self._state
+        args, state = self._args, self._state if state is None else state
         keywords = {**self._keywords, **details} if details else self._keywords
         for name, handler in handlers:
             # Compared around each handler, so that `stop_requested_by` names the callback that set the flag.

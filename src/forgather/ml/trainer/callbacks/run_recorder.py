@@ -103,9 +103,12 @@ class RunRecorder(TrainerCallback):
         state: TrainerState,
         control: TrainerControl,
         checkpoint_path: str = "",
+        trainer: Any = None,
         **kwargs: object,
     ) -> None:
-        self._write("save", state, {"name": os.path.basename(checkpoint_path), **self._busy()})
+        # The time in steps goes on during a background save, so it is not the time until the saved step.
+        is_past = trainer is not None and trainer.state.global_step != state.global_step
+        self._write("save", state, {"name": os.path.basename(checkpoint_path), **({} if is_past else self._busy())})
 
     def on_train_end(
         self,

@@ -5,6 +5,7 @@ Combinations that cannot work raise ValueError when the arguments are created. `
 
 from dataclasses import dataclass, field
 
+from forgather.ml.trainer.arguments.checks import check_shards
 from forgather.ml.trainer.arguments.training_arguments import ArgumentGroup, TrainingArguments
 
 
@@ -60,6 +61,7 @@ class DDPTrainingArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_shards(self.data_is_sharded, self.dispatch_batches and self.dispatch_eval_batches is not False)
         if self.post_local_sgd.enabled and self.mixed_precision == "fp16":
             raise ValueError(
                 "post_local_sgd.enabled=True cannot be combined with mixed_precision='fp16': ranks overflow independently, "

@@ -38,8 +38,8 @@ def shares_of_part(shares: StepShares, part: Part) -> StepShares:
     # The caller sharded the data, so positions of different ranks are positions of different orders.
     if not shares.reads_all and part != shares.part:
         raise ValueError(
-            f"global_batch_size={shares.global_batch_size} needs the same dataset on all ranks, but their datasets have "
-            "different lengths. Pass the full dataset on every rank: the trainer divides it."
+            f"global_batch_size={shares.global_batch_size} needs the same dataset on all ranks, but each rank has "
+            "its own shard. Pass the full dataset on every rank: the trainer divides it."
         )
     return shares
 

@@ -6,6 +6,7 @@ Combinations that cannot work raise ValueError when the arguments are created. `
 from dataclasses import dataclass, field
 
 from forgather.ml.optim.named_optimizers import WHOLE_PARAMETERS
+from forgather.ml.trainer.arguments.checks import check_shards
 from forgather.ml.trainer.arguments.training_arguments import ArgumentGroup, TrainingArguments
 
 _SHORT_NAMES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
@@ -70,6 +71,7 @@ class FSDP2TrainingArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_shards(self.data_is_sharded, self.dispatch_batches and self.dispatch_eval_batches is not False)
         for setting, reason in self._refused():
             raise ValueError(f"{setting} cannot be combined with FSDP2: {reason}")
 

@@ -8,8 +8,8 @@ import functools
 import gc
 import inspect
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol, TypeGuard
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeGuard, cast
 
 import numpy as np
 import torch
@@ -170,6 +170,18 @@ def build_eval_loader(
     assert _is_stream(dataset), "there are three kinds"
     stream = seeded_stream(dataset, seed=0, batch_size=batch_size, forward_epoch=False, in_workers=num_workers > 0)
     return EvalDataLoader(stream, batch_size=batch_size, drop_last=drop_last, **options)
+
+
+def read_apart(dataset: MapDataset, indices: Sequence[int], num_workers: int) -> list[Any]:
+    """Return samples in this order, read by a worker process if there are workers.
+
+    A dataset may open its files at the first read. Workers that are forked afterwards would share the open files.
+    """
+    options = _loader_options(None, min(num_workers, 1), False, False, None)
+    loader: DataLoader[Any] = DataLoader(
+        cast(Dataset[Any], dataset), batch_size=None, sampler=indices, **{**options, "collate_fn": None}
+    )
+    return list(loader)
 
 
 def is_resumable(loader: object) -> bool:

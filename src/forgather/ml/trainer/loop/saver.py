@@ -6,6 +6,7 @@ The training loop and `interruptions` call the saver.
 """
 
 import contextlib
+import copy
 import logging
 import os
 import time
@@ -29,6 +30,7 @@ from forgather.ml.trainer.loop.loop_state import LoopState
 from forgather.ml.trainer.loop.nonfinite import GradientFinding, nonfinite_weights, weights_error
 from forgather.ml.trainer.loop.signals import CONTROL_ABORT
 from forgather.ml.trainer.metrics.named_datasets import datasets_by_name
+from forgather.ml.trainer.trainer_types import TrainerState
 
 if TYPE_CHECKING:
     from forgather.ml.trainer.trainer import Trainer
@@ -55,6 +57,15 @@ class _Records(NamedTuple):
         loop.saved_step, loop.saved_path = self.saved_step, self.saved_path
 
 
+def _copy_of(state: TrainerState) -> TrainerState:
+    copied = copy.copy(state)
+    for name, value in vars(state).items():
+        # Such as the log history, which grows.
+        if isinstance(value, (list, dict)):
+            setattr(copied, name, copy.copy(value))
+    return copied
+
+
 class Saver:
     """Saves of the current step, with the metrics of its evaluation."""
 
@@ -67,6 +78,8 @@ class Saver:
         self._has_warned_of_weights = False
         # Records of the loop before the save in flight, which a failed save restores.
         self._before: _Records | None = None
+        # State of the step of that save. Training changes the original until the commit.
+        self._saved_state: TrainerState | None = None
         self._is_prepared = not self._args.async_save
         trainer.feed.finished_saves = lambda: self.manager.num_saves[1]
         self._gate = self.manager.update_gate
@@ -110,6 +123,7 @@ class Saver:
     def finish_save(self) -> None:
         """Wait for the background save, if any, and dispatch `on_save`; collective."""
         before, self._before = self._before, None
+        saved_state, self._saved_state = self._saved_state, None
         if before is None:
             return
         try:
@@ -119,7 +133,7 @@ class Saver:
             before.restore(self._loop)
             raise
         if path:
-            self._tell(path)
+            self._tell(path, saved_state)
         else:
             before.restore(self._loop)
         if self._trainer.desk is not None:
@@ -130,8 +144,11 @@ class Saver:
         """Whether a background save is in flight."""
         return self._before is not None
 
-    def _tell(self, path: str) -> None:
-        self._trainer._dispatch_event("on_save", checkpoint_path=path)
+    def _tell(self, path: str, saved_state: TrainerState | None = None) -> None:
+        # A callback may change the state, so it gets the original if that is still the state of the saved step.
+        is_past = saved_state is not None and saved_state.global_step != self._loop.state.global_step
+        of_step: dict[str, Any] = {"state": saved_state} if is_past else {}
+        self._trainer._dispatch_event("on_save", checkpoint_path=path, **of_step)
         self._trainer.settle_requests("log")
 
     def save_in_training(self, is_scheduled: bool = True, waits: bool = True) -> str:
@@ -188,7 +205,8 @@ class Saver:
             before.restore(loop)
             return ""
         loop.saved_step, loop.saved_path = step, path
-        self._before = before if self._args.async_save else None
+        if self._args.async_save:
+            self._before, self._saved_state = before, _copy_of(loop.state)
         return path
 
     def save_by_hand(self, path: str | None) -> str:

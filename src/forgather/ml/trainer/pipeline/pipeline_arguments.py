@@ -6,6 +6,7 @@ when the arguments are created.
 
 from dataclasses import dataclass
 
+from forgather.ml.trainer.arguments.checks import check_shards
 from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
 from forgather.ml.trainer.pipeline.pipeline_utils import STAGE_TYPES
 
@@ -35,6 +36,7 @@ class PipelineTrainingArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_shards(self.data_is_sharded, getattr(self, "dispatch_batches", True))
         if self.pp_stage_type not in STAGE_TYPES:
             raise ValueError(f"pp_stage_type={self.pp_stage_type!r} is not one of {', '.join(map(repr, STAGE_TYPES))}.")
         for name in ("n_microbatches", "stages_per_rank"):

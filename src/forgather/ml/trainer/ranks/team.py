@@ -314,7 +314,8 @@ class RankTeam(SoloTeam):
         return synchronized
 
     def compares_batches(self, dataset: object, layout: DataLayout) -> bool:
-        return not layout.splits_streams and (dataset is None or kind_of(dataset) != "map")
+        may_be_equal = dataset is None or kind_of(dataset) != "map" or layout.is_sharded is True
+        return not layout.splits_streams and may_be_equal
 
     def eval_loader(self, build: BuildEvalLoader, dataset: object, layout: DataLayout) -> Iterable[Any]:
         return self._loading.loader(build, dataset, layout, False, False, self.pins_memory)

@@ -34,6 +34,7 @@ from forgather.ml.trainer.loop.reporter import Reporter
 from forgather.ml.trainer.loop.saver import Saver
 from forgather.ml.trainer.loop.scheduler_state import kept_rates
 from forgather.ml.trainer.loop.step_runner import StepRunner
+from forgather.ml.trainer.ranks.parallel_loading import DataLayout
 from forgather.ml.trainer.ranks.replica_check import make_replica_check
 from forgather.ml.trainer.ranks.team import make_team
 from forgather.ml.trainer.recipes.activation_checkpointing import checkpointing_function, require_one_function
@@ -169,7 +170,7 @@ def prepare_device(trainer: "Trainer") -> None:
 def prepare_data(trainer: "Trainer", train_dataset: BaseDataset | None, eval_dataset: BaseDataset | None) -> None:
     """Make the loaders of this rank, and plan the steps from their length; collective."""
     trains = trainer.wanted is not None
-    trainer.layout = trainer._data_layout(for_training=True)
+    trainer.layout = data_layout(trainer, for_training=True)
     trainer.control = TrainerControl()
     trainer.watch = GradientWatch(trainer.args.nonfinite_grad, trainer.amp_context.has_loss_scale)
     # An override of `_prepare_batch` may change labels, so targets cannot be counted when a batch is read ahead.
@@ -186,6 +187,12 @@ def prepare_data(trainer: "Trainer", train_dataset: BaseDataset | None, eval_dat
         raise ValueError("train() needs a train_dataset; only evaluate() works without it.")
     _adapt_train_loader(trainer)
     _count_steps(trainer)
+
+
+def data_layout(trainer: "Trainer", for_training: bool) -> DataLayout:
+    """Return the layout of the strategy, with the arguments about the dataset of each rank."""
+    args, layout = trainer.args, trainer._data_layout(for_training)
+    return replace(layout, is_sharded=args.data_is_sharded, num_workers=args.dataloader_num_workers)
 
 
 def _count_steps(trainer: "Trainer") -> None:

@@ -178,7 +178,9 @@ def _report(of_ranks: Sequence[Mapping[str, str]]) -> str:
         for rank, settings in enumerate(of_ranks):
             ranks_by_value.setdefault(settings.get(name, "(no such setting)"), []).append(rank)
         if len(ranks_by_value) > 1:
-            lines.append(f"  {name}: " + "; ".join(f"{value} on {_ranks(on)}" for value, on in ranks_by_value.items()))
+            lines.append(
+                f"  {name}: " + "; ".join(f"{value} on {ranks_text(on)}" for value, on in ranks_by_value.items())
+            )
     shown = lines[:_MOST_LINES]
     if len(lines) > len(shown):
         shown.append(f"  and {len(lines) - len(shown)} more")
@@ -191,7 +193,7 @@ def _report(of_ranks: Sequence[Mapping[str, str]]) -> str:
     )
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def ranks_text(ranks: Sequence[int]) -> str:
     """Format rank numbers, such as "rank 3" or "ranks 0, 2-7"."""
     spans: list[list[int]] = []
     for rank in ranks:

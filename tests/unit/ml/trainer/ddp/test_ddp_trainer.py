@@ -64,7 +64,13 @@ def _evaluate_shards(output_dir: Path, kind: str) -> tuple[dict[str, Any], int]:
     rank = environment().rank
     seen = Recorder()
     trainer = ddp_trainer(
-        output_dir, TokenModel(), None, seen, dispatch_eval_batches=False, per_device_eval_batch_size=EVAL_BATCH
+        output_dir,
+        TokenModel(),
+        None,
+        seen,
+        dispatch_eval_batches=False,
+        data_is_sharded=True,
+        per_device_eval_batch_size=EVAL_BATCH,
     )
     metrics = trainer.evaluate(make_shard(kind, shard_of(rank)))
     return metrics, seen.names.count("on_prediction_step")
