@@ -150,9 +150,9 @@ def _plain_blob(content: bytes | memoryview, blobs: list[bytes | memoryview]) ->
 def _plain_tensor(value: Tensor, blobs: list[bytes | memoryview]) -> list[Any]:
     if value.layout is not torch.strided or value.is_quantized:
         raise UnsupportedValueError(f"A tensor of layout {value.layout}")
-    dense = value.detach().cpu().contiguous()
-    # Viewed as bytes, because NumPy has no bfloat16.
-    content: Any = dense.view(-1).view(torch.uint8).numpy() if dense.numel() else b""
+    dense = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    # Viewed as bytes, because NumPy has no bfloat16. A contiguous tensor of one element may have any stride.
+    content: Any = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy() if dense.numel() else b""
     return ["tensor", _dtype_name(value.dtype), list(value.shape), _plain_blob(memoryview(content), blobs)]
 
 

@@ -68,6 +68,10 @@ def test_non_contiguous_tensors_are_accepted_and_gradients_dropped() -> None:
     assert torch.equal(got["t"], sent.t()) and torch.equal(got["strided"], sent[::2, ::3])
     assert torch.equal(got["expanded"], sent[:, :1].expand(3, 4))
     assert not got["t"].requires_grad
+    # One row of a column is contiguous, with the stride of the whole.
+    lone, conjugate = torch.arange(6).view(3, 2)[2:, 1], torch.tensor([1 + 2j]).conj()
+    got = there_and_back([lone, conjugate])
+    assert torch.equal(got[0], lone) and torch.equal(got[1], conjugate)
 
 
 def test_nested_python_values_round_trip() -> None:
