@@ -138,7 +138,8 @@ KINDS: dict[str, Callable[[Path, Path], None]] = {
 
 def files_of(run: Path) -> list[str]:
     """Return the files of the run that a stranger can replace; the older checkpoint has the same as the newest."""
-    found = [path.relative_to(run).as_posix() for path in sorted((run / "out").rglob("*")) if path.is_file()]
+    pristine = run / "pristine"
+    found = [f"out/{path.relative_to(pristine)}" for path in sorted(pristine.rglob("*")) if path.is_file()]
     return [name for name in found if not name.startswith(OLDER)]
 
 
@@ -170,7 +171,9 @@ def faults(folder: Path, file: str, kind: str, name: str) -> list[str]:
     found += [
         f"{word} in the output" for word in ("Traceback", "MemoryError", "RecursionError", SECRET) if word in text
     ]
-    if answer.code != ORDINARY_CODES.get(name, 0) and os.path.basename(file) not in text:
+    # Tokens have no structure that a bomb breaks: the data are others, and no file is at fault.
+    is_data = kind == "bomb" and file.endswith(".bin")
+    if answer.code != ORDINARY_CODES.get(name, 0) and os.path.basename(file) not in text and not is_data:
         found.append("the message does not name the file")
     if private.read_text() != SECRET:
         found.append("the private file was changed")

@@ -95,8 +95,9 @@ def test_reading_rank_error_is_raised_on_all_ranks_without_losing_samples() -> N
         if name.startswith("sample"):
             assert error_type == "DataError" and f"OSError: sample {order[int(name.split()[1])]} is broken" in message
             assert "in __getitem__" in text
-    assert first["other's first"][2:4] == ("TypeError", "cannot pickle 'generator' object")
-    assert "make it dense" in first["sparse"][3] and "must be a mapping" in first["no mapping"][3]
+    assert first["other's first"][2] == "UnsupportedValueError"
+    assert "builtins.generator cannot be sent to other ranks, at labels" in first["other's first"][3]
+    assert "layout torch.sparse_coo" in first["sparse"][3] and "must be a mapping" in first["no mapping"][3]
     assert first["iterator"][2:4] == ("LookupError", "there is no data")
 
 

@@ -135,7 +135,7 @@ def test_rank_that_leaves_the_order_later_names_the_layer(skips: str, tmp_path: 
     leaving = str(outcomes[1].error_message)
     part = {"": "layer_stack.2.experts.1.weight", "middle": "layer_stack.1", "last": "layer_stack.2"}[skips]
     assert "Rank 1 came to" in leaving and part in leaving and CASES[skips] in leaving
-    assert outcomes[0].error_message == leaving, "the other rank has the message too"
+    assert leaving in str(outcomes[0].error_message), "the other rank has the message too"
 
 
 @pytest.mark.parametrize("skips", sampled(CASES, ["middle"]))

@@ -42,7 +42,7 @@ def test_help_lists_the_keys_of_all_sections_with_defaults(capsys: pytest.Captur
     text = " ".join(call(capsys, "train", "--help").output.split())
     for expected in ("--model.model_type", "--data.sequence_length", "--args.max_steps", "--callbacks"):
         assert expected in text
-    assert "overrides num_train_epochs; epochs repeat as needed. (int, default -1)" in text
+    assert "overrides num_train_epochs; epochs repeat as needed. -1: by epochs. (int, default -1)" in text
 
 
 def test_unknown_command_suggests_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:

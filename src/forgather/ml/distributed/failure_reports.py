@@ -14,8 +14,9 @@ from collections.abc import Iterator
 
 from forgather._job_secret import SealedStore
 from forgather._watch.board import FAILURE_BYTES, PHASE, STEP, Board
-from forgather._watch.judge import period
+from forgather._watch.judge import Finding, Judge, period
 from forgather._watch.limits import LABELS, OUTSIDE
+from forgather._watch.message import describe
 from forgather.ml.distributed.agreement import DistributedError
 from forgather.ml.distributed.entry_point import lost_contact
 from forgather.ml.distributed.watch.sentry import registration
@@ -23,6 +24,8 @@ from forgather.ml.distributed.watch.sentry import registration
 _KEY = "failure"
 _PERIODS_TO_TELL = 2.5
 """Time for notes in the store to reach the other nodes."""
+_SECONDS_TO_EXIT = 1.0
+"""Time in which a process that closes its connections has exited."""
 _POLL_SECONDS = 0.05
 _MOST_CAUSES = 20
 _DURING = "_forgather_during"
@@ -76,9 +79,24 @@ def _told_elsewhere(error: BaseException) -> DistributedError | None:
     found = _find(board, is_lost) if is_lost or isinstance(error, DistributedError) else None
     if found is None and not is_lost:
         _leave(board, rank, error)
+    if found is None and is_lost:
+        _name_ended_ranks(board, rank, error)
     # An agreement may have raised the same error already.
     is_known = found is None or found.rank == rank or (isinstance(error, DistributedError) and error.rank == found.rank)
     return None if is_known else found
+
+
+def _name_ended_ranks(board: Board, rank: int, error: BaseException) -> None:
+    """Add the ranks that have ended without a report, such as by SIGKILL, to an error about lost contact."""
+    judge, deadline = Judge(board, rank, time.monotonic, lambda _: 0.0), time.monotonic() + _SECONDS_TO_EXIT
+    while True:
+        judge.look()
+        ended = [view for view in judge.views if view.has_ended]
+        if ended or time.monotonic() >= deadline:
+            break
+        time.sleep(_POLL_SECONDS)
+    if ended:
+        error.add_note(describe(board, Finding(ended), time.monotonic(), "", []))
 
 
 def _forget() -> None:

@@ -183,13 +183,6 @@ def own_connection() -> NoteStore | None:
     return NoteStore(PrefixStore(_PREFIX, own), _shared_key[1])
 
 
-def sealed_default_store() -> SealedStore | None:
-    """Return the default store for signed messages between ranks; None before the ranks share a key."""
-    if _shared_key is None or not _has_key():
-        return None
-    return SealedStore(_default_store(), _shared_key[1])
-
-
 def identity_of_store() -> tuple[object, ...]:
     """Return what two jobs on a machine never share: address or file of the default store; nothing for other stores."""
     if not (dist.is_available() and dist.is_initialized()):

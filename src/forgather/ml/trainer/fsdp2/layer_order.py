@@ -18,7 +18,6 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
 from forgather.ml.distributed import Peers
-from forgather.ml.distributed.watch.store_notes import sealed_default_store
 
 WAIT_SECONDS = 30.0
 """How long a rank waits for the others, if it leaves the common order. They may be waiting for its shards."""
@@ -46,7 +45,6 @@ class LayerOrder:
 
     def __init__(self, model: nn.Module, group: ProcessGroup, finds_unused: bool) -> None:
         self._group = group
-        self._message_key = f"forgather/layer_order/{group.group_name}"
         self._finds_unused = finds_unused
         # Events that followed a place, on all ranks. Its size is limited, unlike a record of all passes.
         self._known: dict[Place, list[str]] = {}
@@ -101,12 +99,6 @@ class LayerOrder:
         try:
             yield
             self._pass(_END)
-        except RuntimeError as lost:
-            # Such as a connection that another rank has closed after an error.
-            message = self._message_of_another_rank()
-            if message is None:
-                raise
-            raise ValueError(message) from lost
         finally:
             self._place = None
 
@@ -139,24 +131,12 @@ class LayerOrder:
         try:
             work.wait(timedelta(seconds=WAIT_SECONDS))
         except RuntimeError as lost:
-            message = (
+            # The other ranks wait for shards. They raise this error when this rank has closed its connections.
+            raise ValueError(
                 f"Rank {dist.get_rank()} came to {event} in {kind}, where all ranks came to {expected} in earlier "
                 f"passes, and in {WAIT_SECONDS:g} seconds the other ranks did not come to the same. FSDP2 ranks exchange "
                 f"shards in one common order. {_remedy(event, expected)}"
-            )
-            # The other ranks wait for shards. They read the message when this rank has closed its connections.
-            store = sealed_default_store()
-            if store is not None:
-                store.set(self._message_key, message)
-            raise ValueError(message) from lost
-
-    def _message_of_another_rank(self) -> str | None:
-        with contextlib.suppress(RuntimeError):  # The process with the store may be gone too.
-            store = sealed_default_store()
-            found = None if store is None else store.find(self._message_key)
-            if found is not None:
-                return found.decode()
-        return None
+            ) from lost
 
     # --- unused parameters
 

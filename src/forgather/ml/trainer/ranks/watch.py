@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from forgather.ml.distributed import get_rank, get_world_size
+from forgather.ml.distributed.failure_reports import raised_on_all_ranks
 from forgather.ml.distributed.watch import SETUP, Limits, Place, place_of, register_early, watching
 from forgather.ml.distributed.watch.store_notes import identity_of_store, share_key
 from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
@@ -36,7 +37,8 @@ def watched(trainer: "Trainer[Any]", phase: int = SETUP) -> Iterator[None]:
     watch = watching(_place(trainer), limits_of(args), folder, phase)
     with watch if args.watch.enabled else contextlib.nullcontext():
         if handles_ranks(type(trainer)):
-            share_key()
+            with raised_on_all_ranks():
+                share_key()
         yield
 
 
