@@ -74,13 +74,14 @@ def _read(path: Path) -> str:
         raise ValueError(
             f"The job secret cannot be read: {error}. Set {SECRET_VARIABLE}, or replace the file."
         ) from None
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        os.close(descriptor)
+        raise ValueError(
+            f"{path} is no secret: it must be a regular file that belongs to you and that only you can read. Delete it, or "
+            f"make it so: chmod 600 {path}. Where the file system knows no owners or modes, set {SECRET_VARIABLE}."
+        )
     with open(descriptor, encoding="ascii", errors="surrogateescape") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-            raise ValueError(
-                f"{path} is no secret: it must be a regular file that belongs to you and that only you can read. Delete it, "
-                f"or make it so: chmod 600 {path}"
-            )
         return file.read(_MOST_CHARACTERS).strip()
 
 

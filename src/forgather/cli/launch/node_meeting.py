@@ -214,8 +214,9 @@ class NumberedMeeting(NodeMeeting):
         answer = json.loads(found)
         self._mark_of_host = answer["host"]
         missing: int = answer["missing"]
-        # Without the mark of this process, the count is of an earlier start of this node.
-        return missing if missing or answer["marks"][self._node_rank] == self._mark else 1
+        # Without the mark of this process, the count is of an earlier start of this node, or of another job.
+        own = answer["marks"][self._node_rank : self._node_rank + 1]
+        return missing if missing or own == [self._mark] else 1
 
     def _mark_of(self, store: SealedStore, rank: int) -> str | None:
         """Return the mark of a node that has changed its heartbeat counter recently and knows this host; None otherwise."""

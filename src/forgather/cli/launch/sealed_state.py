@@ -1,12 +1,14 @@
 """State of torch's elastic rendezvous as signed JSON in a store; torch's own backend shares a pickle.
 
-`SealedState` gives torch only states that a launcher of this job has signed. Anything else in the store counts as a state
-that was lost: the last signed one is used, and the next heartbeat writes it again. `SealedHandler` signs what the agents
+`SealedState` gives torch only states that a launcher of this job has signed. Anything else in the store, such as a state of
+another job of the same user, counts as a state that was lost: the last one of this job is used, and the next heartbeat
+writes it again. `SealedHandler` signs what the agents
 exchange once they have met. Called by the meetings of nodes.
 """
 
 import json
 import pickle
+import secrets
 import time
 from datetime import datetime
 from typing import Any
@@ -33,8 +35,8 @@ class SealedState(RendezvousBackend):
     def __init__(self, store: Store, key: bytes) -> None:
         self._store = store
         self._secret = key
-        self._known: dict[str, Any] = {"serial": 0, "at": 0.0, "state": None}
-        """The newest signed state."""
+        self._known: dict[str, Any] = {"job": secrets.token_hex(16), "serial": 0, "at": 0.0, "state": None}
+        """The newest signed state. The node that writes the first one names the job; a node that finds one joins this job."""
         self.is_foreign = False
         """Whether the store holds something that is not signed with the secret of this node."""
 
@@ -55,7 +57,8 @@ class SealedState(RendezvousBackend):
 
     def set_state(self, state: bytes, token: "bytes | None" = None) -> "tuple[bytes, bytes, bool] | None":
         # torch has made this pickle in this process.
-        content = {"serial": self._known["serial"] + 1, "at": time.time(), "state": _to_json(pickle.loads(state))}
+        shared = _to_json(pickle.loads(state))
+        content = {"job": self._known["job"], "serial": self._known["serial"] + 1, "at": time.time(), "state": shared}
         sealed = seal(self._secret, _KEY, json.dumps(content).encode())
         try:
             # torch has no type for binary values, and accepts them.
@@ -72,10 +75,12 @@ class SealedState(RendezvousBackend):
         self.is_foreign = bool(stored) and opened is None
         if opened is not None:
             content: dict[str, Any] = json.loads(opened)
-            # An older state that is written again counts as a forgery, too.
-            is_newer = content["serial"] >= self._known["serial"]
-            is_stale = self._known["state"] is None and time.time() - content["at"] > _STALE_SECONDS
-            if is_newer and not is_stale:
+            if self._known["state"] is None:
+                is_believed = time.time() - content["at"] <= _STALE_SECONDS
+            else:
+                # An older state, or one of another job, that is written again counts as a forgery, too.
+                is_believed = content["job"] == self._known["job"] and content["serial"] >= self._known["serial"]
+            if is_believed:
                 self._known = content
         state = self._known["state"]
         if state is None:

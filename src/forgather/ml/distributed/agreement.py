@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from forgather._terminal_text import printable, printable_line
 from forgather.ml.distributed.groups import get_global_process_group
 from forgather.ml.distributed.payload_gather import as_tensor, broadcast_payload, gather_payloads
-from forgather.ml.distributed.rank_messages import UnsupportedValueError, decode, encode, register_type
+from forgather.ml.distributed.rank_messages import decode, encode, register_type
 
 T = TypeVar("T")
 
@@ -211,7 +211,7 @@ def _pack(value: object, during: str) -> bytes:
     # Raising here would leave the other ranks waiting in the collective. The receivers raise the error instead.
     try:
         return b"".join(encode((value, None)))
-    except UnsupportedValueError as error:
+    except Exception as error:  # noqa: BLE001 - raised by the receivers, this rank included
         return b"".join(encode((None, DistributedError.describing(error, during, _global_rank()))))
 
 

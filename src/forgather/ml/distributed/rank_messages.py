@@ -5,6 +5,7 @@ and classes are only looked up among those that this process has imported. `Peer
 `encode` returns views of tensors, and `decode` views of the received buffer.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -75,6 +76,16 @@ def encode(value: object) -> Pieces:
     return pieces
 
 
+def sendable(values: Mapping[str, T]) -> dict[str, T]:
+    """Return the values that a message can hold."""
+    found = {}
+    for name, value in values.items():
+        with contextlib.suppress(UnsupportedValueError):
+            encode(value)
+            found[name] = value
+    return found
+
+
 def packed(pieces: Sequence[bytes | memoryview]) -> Tensor:
     """Return the message in one buffer."""
     return torch.frombuffer(bytearray(b"".join(pieces)), dtype=torch.uint8)
@@ -113,7 +124,7 @@ def _plain(value: Any, blobs: list[bytes | memoryview]) -> Any:
         return _plain_tensor(value, blobs)
     if isinstance(value, Enum):
         return ["enum", *_class_name(kind), value.name]
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray) and not isinstance(value, np.ma.MaskedArray):
         return _plain_array(value, blobs)
     if isinstance(value, np.generic):
         return ["number", _plain_array(np.asarray(value), blobs)]
@@ -148,8 +159,9 @@ def _plain_blob(content: bytes | memoryview, blobs: list[bytes | memoryview]) ->
 
 
 def _plain_tensor(value: Tensor, blobs: list[bytes | memoryview]) -> list[Any]:
-    if value.layout is not torch.strided or value.is_quantized:
-        raise UnsupportedValueError(f"A tensor of layout {value.layout}")
+    if value.layout is not torch.strided or value.is_quantized or value.is_nested or value.is_meta:
+        kind = "A nested tensor" if value.is_nested else "A tensor without data (device meta)"
+        raise UnsupportedValueError(kind if value.is_nested or value.is_meta else f"A tensor of layout {value.layout}")
     dense = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
     # Viewed as bytes, because NumPy has no bfloat16. A contiguous tensor of one element may have any stride.
     content: Any = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy() if dense.numel() else b""

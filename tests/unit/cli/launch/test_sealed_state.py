@@ -1,11 +1,13 @@
 """Rendezvous of launchers: the state in the store is signed JSON, and nothing else in it is believed or unpickled."""
 
 import base64
+import json
 import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed import TCPStore
@@ -59,7 +61,18 @@ def test_rendezvous_survives_forged_deleted_and_repeated_states(
     bomb = pickle.dumps(Bomb(tmp_path / "ran"))
     members = host.members
     assert members
-    for forged in (bomb, base64.b64encode(bomb), b"", b"{}", b"x" * 1_000_000, first[:-1], first):
+    # Every question below reads the store.
+    host._handler._state_holder._cache_duration = 0  # type: ignore[union-attr]
+    # Another job of the same user, with the same secret, that has ended after many rounds.
+    elsewhere = meeting(f"127.0.0.1:{free_port()}", 0)
+    elsewhere.next_rendezvous()
+    state: Any = elsewhere._handler._state_holder  # type: ignore[union-attr]
+    for _ in range(50):
+        state.mark_dirty()
+        state.sync()
+    elsewhere.shutdown()
+    ended = elsewhere._server.get(KEY)  # type: ignore[union-attr]
+    for forged in (bomb, base64.b64encode(bomb), b"", b"{}", b"x" * 1_000_000, first[:-1], first, ended):
         store.set(KEY, forged)  # type: ignore[arg-type]
         # Also the name under which torch's own handler keeps its pickle.
         store.set("torch.rendezvous.forgather", base64.b64encode(bomb))  # type: ignore[arg-type]
@@ -95,6 +108,14 @@ def test_node_with_another_secret_is_told(monkeypatch: pytest.MonkeyPatch, capsy
         remedy = one.remedy_for_secrets()
         assert "not signed with the secret of this node (FORGATHER_JOB_SECRET)" in remedy
         assert "to the same text on all nodes" in remedy
+
+
+def test_answer_to_another_job_is_no_answer() -> None:
+    endpoint = f"127.0.0.1:{free_port()}"
+    host, node = NumberedMeeting(endpoint, 3, 0), NumberedMeeting(endpoint, 3, 2)
+    store = host.sealed(host._connected(1e12))
+    store.set("missing", json.dumps({"missing": 0, "host": "of another job", "marks": ["a", "b"]}))
+    assert node._show_presence(node.sealed(node._connected(1e12)), 1) == 1
 
 
 def test_nodes_with_one_secret_meet(tmp_path: Path) -> None:

@@ -139,8 +139,16 @@ def test_sparse_tensors_are_rejected_with_a_remedy(value: Any) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [numbers(), Tree(3), lambda: 1, np.zeros(2, dtype=[("a", int)])],
-    ids=["generator", "object", "function", "records"],
+    [
+        numbers(),
+        Tree(3),
+        lambda: 1,
+        np.zeros(2, dtype=[("a", int)]),
+        np.ma.masked_equal([1, 2], 2),
+        torch.ones(2, device="meta"),
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    ],
+    ids=["generator", "object", "function", "records", "masked", "meta", "nested"],
 )
 def test_other_values_are_an_error_that_names_their_place(value: Any) -> None:
     with pytest.raises(TypeError, match=r"cannot be sent to other ranks, at images\.0?.*dispatch_batches=False"):

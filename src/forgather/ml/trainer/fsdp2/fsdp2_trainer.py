@@ -17,6 +17,7 @@ from forgather.ml.checkpoint.components import SharingPattern
 from forgather.ml.checkpoint.weights.adapters import is_peft_model, note_sharded_base, whole_adapters
 from forgather.ml.construct import torch_dtype
 from forgather.ml.distributed.groups import new_group
+from forgather.ml.distributed.rank_messages import sendable
 from forgather.ml.no_init_weights import no_init_weights
 from forgather.ml.trainer.amp import AMPContext
 from forgather.ml.trainer.fsdp2.deferred_init import build_deferred
@@ -223,7 +224,9 @@ class FSDP2Trainer(Trainer[TFSDP2Args]):
         # A forward pass gathers parameters from all ranks. With the same batch and random numbers, all ranks run the same
         # number of passes, and find the same loss.
         holders = self.team.gather(batch is not None)
-        shared = self.team.broadcast_from(holders.index(True), batch)
+        # Objects that cannot be sent, such as paths, are those of the rank's own batch.
+        sent = None if batch is None else sendable(batch)
+        shared = {**(batch or {}), **self.team.broadcast_from(holders.index(True), sent)}
         with undisturbed_random_numbers():
             seed_everything(self.seed)
             finding = self.steps.look_at_loss(loss, shared)

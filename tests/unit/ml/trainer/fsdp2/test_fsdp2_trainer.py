@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 from transformers import AutoModelForCausalLM
 
 from forgather.ml.checkpoint import store
@@ -430,6 +431,26 @@ def test_unused_and_frozen_parameters_stay_as_they_are(tmp_path: Path) -> None:
         assert_same_training(found, expected)
         for name in ("unused.weight", "head.weight"):
             assert torch.equal(found.weights[name], before[name]), name
+
+
+class TakesPaths(TokenModel):
+    def forward(self, input_ids: Tensor, paths: list[Path]) -> Tensor:
+        assert [path.name for path in paths] == ["sample"] * len(input_ids)
+        return super().forward(input_ids)
+
+
+def train_with_paths(output_dir: Path) -> Result:
+    def collate(samples: list[Any]) -> dict[str, Any]:
+        return {**default_collate(samples), "paths": [Path("sample")] * len(samples)}
+
+    options = {"data_collator": collate}
+    settings = {**SETTINGS, "dispatch_batches": False}
+    return run(fsdp2_trainer(output_dir, TakesPaths, token_samples(20), trainer_options=options, **settings))
+
+
+def test_batches_may_have_objects_that_stay_on_their_rank(tmp_path: Path) -> None:
+    for found in run_on_ranks(train_with_paths, 2, tmp_path):
+        assert len(found.losses) == SETTINGS["max_steps"]
 
 
 @long_search
