@@ -81,12 +81,16 @@ def session_of(leader: int, since: int) -> dict[int, int]:
 def kill(pid: int, start: int) -> None:
     """Send SIGKILL to a process if it is still the one that started at `start`."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        if not hasattr(os, "pidfd_open"):
+        try:
+            # The descriptor refers to one process, also if its id is given to another one after the look at it.
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return
+        except (AttributeError, OSError):
+            # Not Linux, a kernel before 5.3, or a sandbox that refuses the call.
             if is_running(pid, start):
                 os.kill(pid, signal.SIGKILL)
             return
-        # The descriptor refers to one process, also if its id is given to another one after the look at it.
-        descriptor = os.pidfd_open(pid)
         try:
             if is_running(pid, start):
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import packages_distributions
@@ -11,10 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from forgather._watch.processes import start_time
 from forgather.cli.launch.options import take_launch_options
 from tests.support.launch import CapturedProcess, kill_leftovers
 from tests.support.sampling import long_search
-from tests.unit.cli.program import call, write_plain_run, write_tiny_run
+from tests.unit.cli.program import call, spawn, write_plain_run, write_tiny_run
 
 PROGRAM = ("-m", "forgather.cli.main", "train", "tiny.yaml")
 PLAIN_PROGRAM = (*PROGRAM[:-1], "plain.yaml")
@@ -95,6 +97,43 @@ def test_workers_end_with_a_launcher_that_was_killed(folder: Path) -> None:
     os.kill(process.pid, signal.SIGKILL)
     _, alive = psutil.wait_procs(family, timeout=30)
     assert not alive, process.output
+
+
+ORPHAN = """
+import os, subprocess, sys, time
+from forgather.cli.launch.lifeline import end_with_launcher, tie_workers
+
+if len(sys.argv) == 1:
+    tie_workers()
+    subprocess.Popen([sys.executable, __file__, str(os.getpid())])
+else:
+    while os.getppid() == int(sys.argv[1]):
+        time.sleep(0.01)
+    print("orphan", flush=True)
+    end_with_launcher()
+    print("alive", flush=True)
+"""
+
+
+def test_worker_ends_if_its_launcher_ended_before_the_tie(tmp_path: Path) -> None:
+    (tmp_path / "orphan.py").write_text(ORPHAN)
+    # Returns when the worker, too, has closed the pipe.
+    done = subprocess.run([sys.executable, "orphan.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout == "orphan\n", done.stderr
+
+
+def test_command_in_an_inherited_environment_outlives_the_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORGATHER_LAUNCHER_PROCESS", "999999 1")
+    assert spawn(tmp_path, "--version").code == 0
+
+
+def test_worker_does_not_pass_its_launcher_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORGATHER_LAUNCHER_PROCESS", f"{os.getpid()} {start_time(os.getpid())}")
+    program = "from forgather.cli.main import main; main(); import os; print(sorted(os.environ))"
+    answer = spawn(tmp_path, "--version", program=program)
+    assert answer.code == 0 and "FORGATHER_LAUNCHER_PROCESS" not in answer.output
 
 
 def test_failed_worker_is_named_with_its_traceback_and_restarts_resume(folder: Path) -> None:

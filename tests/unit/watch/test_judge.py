@@ -1,7 +1,9 @@
 """Judgement of hangs from notes: culprits, excuses, and pauses that are not faults."""
 
+import errno
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -20,10 +22,23 @@ from forgather._watch.limits import Durations, Limits
 from forgather._watch.message import describe, names
 from forgather._watch.processes import is_stopped, start_time, state_and_start
 from forgather._watch.watcher import Settings, Watcher
+from tests.support.rank_nursery import REPOSITORY
 
 LIMIT = 60.0
 # The process asks its parent to trace it (PTRACE_TRACEME), and then stops, as at a breakpoint of gdb.
 TRACED_PROGRAM = "import ctypes, os, signal; ctypes.CDLL(None).ptrace(0, 0, 0, 0); os.kill(os.getpid(), signal.SIGSTOP)"
+
+# A rank that the watcher must end, on a kernel before 5.3 or in a sandbox that does not know the call.
+KILL_PROGRAM = """
+import subprocess, sys
+from forgather._watch.processes import kill, start_time
+from tests.support.refused_calls import PIDFD_OPEN, refuse
+
+refuse(PIDFD_OPEN, int(sys.argv[1]))
+child = subprocess.Popen(["sleep", "20"])
+kill(child.pid, start_time(child.pid))
+sys.exit(-child.wait(10))
+"""
 
 
 class Scene:
@@ -224,3 +239,9 @@ def test_loading_between_evaluation_batches_keeps_their_durations() -> None:
         cells[cells_of.BATCHES], cells[cells_of.PHASE] = number, limits.EVALUATION if number % 2 else limits.LOADING
         durations.observe(memoryview(cells), float(number))
     assert len(durations.batches) >= 5
+
+
+@pytest.mark.parametrize("error", [errno.ENOSYS, errno.EPERM])
+def test_process_is_killed_where_pidfd_open_is_refused(error: int) -> None:
+    done = subprocess.run([sys.executable, "-c", KILL_PROGRAM, str(error)], cwd=REPOSITORY, check=False)
+    assert done.returncode == signal.SIGKILL

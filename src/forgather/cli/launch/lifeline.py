@@ -23,7 +23,8 @@ def tie_workers() -> None:
 
 def end_with_launcher() -> None:
     """Let the system kill this process at the end of its launcher, if a launcher has started it."""
-    given = os.environ.get(_VARIABLE, "").split()
+    # Not passed on: a program that a worker starts may outlive the launcher.
+    given = os.environ.pop(_VARIABLE, "").split()
     if sys.platform != "linux" or len(given) != 2 or not all(map(str.isdecimal, given)):
         return
     pid, start = map(int, given)
@@ -32,6 +33,7 @@ def end_with_launcher() -> None:
         import ctypes
 
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # It may have ended before the request. A program that a worker runs inherits the variable, with another parent.
-    if not is_running(pid, start):
+    # It may have ended before the request: its worker then has a parent that is older than the launcher, such as init. The
+    # parent of a program in an inherited environment is younger.
+    if not is_running(pid, start) and (start_time(os.getppid()) or 0) <= start:
         os.kill(os.getpid(), signal.SIGKILL)

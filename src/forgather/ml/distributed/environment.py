@@ -23,8 +23,8 @@ from forgather.ml.distributed.launch_variables import check_place, read_int
 from forgather.ml.distributed.meeting import leaves_on_signal
 from forgather.ml.distributed.rendezvous import (
     SETUP_LIMIT,
-    STORE_VARIABLE,
     job_store,
+    store_file,
     wait_for_ranks,
 )
 from forgather.ml.distributed.shutdown import leave_at_exit
@@ -208,7 +208,7 @@ class DistributedEnvironment:
 
     @property
     def _place(self) -> Place:
-        file = os.environ.get(STORE_VARIABLE)
+        file = store_file()
         address = (self.master_addr, self.master_port) if file is None else (file,)
         return place_of(self.rank, self.world_size, *address)
 

@@ -46,6 +46,8 @@ _FOLDER = "forgather/attempt"
 _POLL_SECONDS = 0.02
 _BACKLOG = 2048
 
+_store_file: str | None = None
+
 
 def host_store(host: str, port: int, timeout: timedelta, **options: Any) -> TCPStore:
     """Return a new TCP store that listens on the address of `host` only.
@@ -67,35 +69,38 @@ def host_store(host: str, port: int, timeout: timedelta, **options: Any) -> TCPS
 
 
 def _listen_on(host: str, port: int) -> int | None:
-    """Return a listening socket on the only address of a name; None if there is no such address."""
-    address = _only_address(host)
-    if address is None:
-        return None
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    """Return a listening socket on the only address of a name, or on a loopback address; None if there is no such address."""
+    unusable: OSError | None = None
+    for address in _addresses(host):
         try:
-            listener.bind((address, port))
+            with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as listener:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listener.bind((address, port))
+                listener.listen(_BACKLOG)
+                return listener.detach()
         except OSError as error:
-            if error.errno == errno.EADDRNOTAVAIL:
-                # The address of a load balancer or of a container's host.
-                return None
-            raise
-        listener.listen(_BACKLOG)
-        return listener.detach()
+            # The address of a load balancer or of a container's host, or IPv6 is switched off.
+            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                raise
+            unusable = error
+    if unusable is not None and host in LOOPBACK:
+        raise OSError(
+            f"The store of the job cannot listen on {host}: {unusable}. IPv6 may be switched off on this machine. Write "
+            "127.0.0.1 instead, in MASTER_ADDR or --rdzv-endpoint."
+        )
+    return None
 
 
-def _only_address(host: str) -> str | None:
+def _addresses(host: str) -> list[str]:
+    """Return all addresses of a loopback name, else the only one; nothing if other machines may know the host by another."""
     # An unknown name is an error that torch describes.
     with contextlib.suppress(socket.gaierror):
         found = {str(one[4][0]) for one in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
         # Like the clients of torch, which try IPv6 first.
         addresses = sorted(found, key=lambda one: ":" not in one)
-        if host in LOOPBACK:
-            return addresses[0]
-        if len(addresses) == 1 and not ipaddress.ip_address(addresses[0]).is_loopback:
-            return addresses[0]
-    return None
+        if host in LOOPBACK or (len(addresses) == 1 and not ipaddress.ip_address(addresses[0]).is_loopback):
+            return addresses
+    return []
 
 
 class _Waiting:
@@ -126,14 +131,24 @@ class _Waiting:
             logger.warning("waiting for %s (%.0f s)", who, self.seconds)
 
 
+def store_file() -> str | None:
+    """Return the file in which this worker meets the others; None if no launcher has given it one.
+
+    The variable is removed: a program with ranks of its own that a worker starts would meet there, too.
+    """
+    global _store_file
+    _store_file = os.environ.pop(STORE_VARIABLE, _store_file)
+    return _store_file
+
+
 def job_store(rank: int, world_size: int, address: str, port: int, limit: timedelta) -> Store:
     """Return the store of this attempt of the job; raise RuntimeError if nobody hosts it within the limit.
 
     It is the file of the launcher, or a TCP store that rank 0 or the agent of torchrun hosts.
     """
-    path = os.environ.get(STORE_VARIABLE)
+    path = store_file()
     if path is not None:
-        return FileStore(path, -1)
+        return _store_in_file(path, rank, world_size, limit)
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     # Not `wait_for_workers`: it waits for the other ranks without a word.
     if rank == 0 and not by_agent:
@@ -143,6 +158,21 @@ def job_store(rank: int, world_size: int, address: str, port: int, limit: timede
         store = TCPStore(address, port, world_size, False, timeout=limit, wait_for_workers=False)
     # torchrun may pass the store of a failed attempt to the restarted workers.
     return fresh_store(store, rank, world_size, limit) if restarts_share_a_store() else store
+
+
+def _store_in_file(path: str, rank: int, world_size: int, limit: timedelta) -> Store:
+    if not os.path.isdir(os.path.dirname(path)):
+        # Torch would wait for it without a word.
+        raise RuntimeError(
+            f"The ranks of this job cannot meet: their folder {os.path.dirname(path)} does not exist. The launcher made it in "
+            "the folder for temporary files; another program has deleted it, or the launcher has ended. Start the job again, "
+            f"or unset {STORE_VARIABLE} if this program is no worker of it."
+        )
+    store = FileStore(path, -1)
+    # Says which ranks are missing. `fresh_store` does not.
+    wait_for_ranks(store, rank, world_size, limit)
+    # A worker that leaves its process group may join again, and the file still has the addresses of the first time.
+    return fresh_store(store, rank, world_size, limit)
 
 
 def _wait_for_host(who: str, address: str, port: int, limit: timedelta) -> None:

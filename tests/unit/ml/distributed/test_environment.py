@@ -1,9 +1,12 @@
 """Distributed environment of a process: single, from arguments, from variables, and under torchrun."""
 
+import ast
 import logging
 import os
 import re
+import shutil
 import signal
+import subprocess
 import sys
 import time
 from datetime import timedelta
@@ -246,3 +249,80 @@ def test_ranks_name_the_rank_that_never_joins(seconds: int) -> None:
         )
         if seconds > 10:
             assert len(re.findall(rf"waiting for rank {rank}( at \S+)? \(10 s\)", output)) == 1
+
+
+REPEAT = """
+import os, subprocess, sys
+import torch, torch.distributed as dist
+from forgather.ml.distributed import DistributedEnvironment
+
+for _ in range(3):
+    env = DistributedEnvironment(no_accelerator=True, timeout=20.0)
+    total = torch.tensor([env.rank + 1])
+    dist.all_reduce(total)
+    print(f"total {int(total)}", flush=True)
+    dist.destroy_process_group()
+# A program with ranks of its own, which would meet in the same file.
+print("inherits", subprocess.check_output([sys.executable, "-c", "import os; print(os.environ.get('FORGATHER_STORE'))"]))
+"""
+
+
+def test_ranks_meet_again_in_the_file_of_the_launcher_and_other_programs_do_not(tmp_path: Path) -> None:
+    script = write_script(tmp_path, REPEAT)
+    processes = start_ranks([script], 2, {"FORGATHER_STORE": str(tmp_path / "store")})
+    assert finish_all(processes, 90.0) == [0, 0], [process.output for process in processes]
+    for process in processes:
+        assert process.output.count("total 3") == 3
+        assert "inherits b'None" in process.output
+
+
+def test_missing_folder_of_the_launcher_is_an_error_with_a_remedy(tmp_path: Path) -> None:
+    variables = {**rank_variables(0, 2, free_port()), "FORGATHER_STORE": str(tmp_path / "gone/store")}
+    process = CapturedProcess([sys.executable, write_script(tmp_path, WAIT)], variables, None, "rank 0")
+    assert process.wait(30.0) == 1, process.output
+    assert re.search(r"RuntimeError: .*gone does not exist.*Start the job again", process.output), process.output
+
+
+LOCALHOST = """
+import errno, os, socket, sys
+import torch, torch.distributed as dist
+from forgather.ml.distributed import DistributedEnvironment
+from tests.support.refused_calls import SOCKET, refuse
+from tests.support.stranger import addresses
+
+if sys.argv[1] == "no family":
+    refuse(SOCKET, errno.EAFNOSUPPORT, socket.AF_INET6)
+rank = int(os.fork() == 0)
+os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+env = DistributedEnvironment(no_accelerator=True, timeout=20.0)
+total = torch.tensor([env.rank + 1])
+dist.all_reduce(total)
+print(f"total {int(total)}", flush=True)
+if rank == 0:
+    print("listening", {address for address, _ in addresses()}, flush=True)
+dist.barrier()
+os._exit(0 if rank else os.wait()[1])
+"""
+CONTAINER = """
+if [ "$3" = "no address" ]; then echo 1 > /proc/sys/net/ipv6/conf/all/disable_ipv6; fi
+set -e
+ip link set lo up
+mount --bind hosts /etc/hosts
+exec "$@"
+"""
+
+
+@pytest.mark.parametrize(
+    ("without", "expected"), [("no address", "127.0.0.1"), ("no family", "127.0.0.1"), ("nothing", "::1")]
+)
+def test_localhost_never_means_all_addresses(tmp_path: Path, without: str, expected: str) -> None:
+    (tmp_path / "hosts").write_text("127.0.0.1 localhost\n::1 localhost\n")
+    unshare = ["unshare", "--user", "--map-root-user", "--net", "--mount"]
+    if shutil.which("unshare") is None or subprocess.run([*unshare, "true"], check=False).returncode != 0:
+        pytest.skip("namespaces cannot be made")
+    command = [*unshare, "sh", "-c", CONTAINER, "sh", sys.executable, write_script(tmp_path, LOCALHOST), without]
+    process = CapturedProcess(command, {"GLOO_SOCKET_IFNAME": "lo"}, tmp_path, "ranks")
+    assert process.wait(90.0) == 0, process.output
+    assert process.output.count("total 3") == 2, process.output
+    assert ast.literal_eval(process.output.split("listening ")[1].splitlines()[0]) <= {"127.0.0.1", expected}
+    assert "all addresses" not in process.output

@@ -40,6 +40,9 @@ _MOST_GROWTH = 16
 """Bytes in memory per stored byte: float8 becomes float32, tied tensors are stored once, some are not stored."""
 _MOST_GROWTH_QUANTISED = 64
 """The same for a configuration with a quantisation, whose weights may have a single bit."""
+_BYTES_OF_BUFFERS = 2**30
+"""Bytes of buffers that are never stored, such as causal masks: they grow with the positions, not with the weights. Four
+layers of GPT-Neo with 16,384 positions have as many."""
 _BYTES_WITHOUT_INDEX = 2**20
 """Stored bytes that stand for one tensor in a directory whose tensors cannot be counted."""
 _WAIT_FACTOR, _WAIT_SECONDS = 2, 30
@@ -220,13 +223,15 @@ def _build_within(build: Callable[[], nn.Module], most_bytes: int) -> tuple[_Ver
     try:
         with no_init_weights(), torch.device("meta"):
             model = build()
+            stored = {id(one) for one in model.state_dict(keep_vars=True).values()}
     except _TooManyModules as error:
         return "modules", str(error)
     except Exception as error:  # noqa: BLE001 - the code of many architectures
         return ("memory", None) if _is_too_large(error) else _build_with_memory(build)
     tensors = {id(one): (name, one) for name, one in _named_tensors(model)}
     total = sum(one.nbytes for _, one in tensors.values())
-    if total <= most_bytes:
+    of_buffers = sum(one.nbytes for key, (_, one) in tensors.items() if key not in stored)
+    if total - min(of_buffers, _BYTES_OF_BUFFERS) <= most_bytes:
         return "fits", None
     name, largest = max(tensors.values(), key=lambda found: found[1].nbytes)
     return "memory", f"it has {total:,} bytes, and {name[:200]!r} alone has the shape {list(largest.shape)}"

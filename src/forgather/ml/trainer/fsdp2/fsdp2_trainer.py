@@ -225,8 +225,8 @@ class FSDP2Trainer(Trainer[TFSDP2Args]):
         # number of passes, and find the same loss.
         holders = self.team.gather(batch is not None)
         # Objects that cannot be sent, such as paths, are those of the rank's own batch.
-        sent = None if batch is None else sendable(batch)
-        shared = {**(batch or {}), **self.team.broadcast_from(holders.index(True), sent)}
+        own = dict(batch or {})
+        shared = {**own, **self.team.broadcast_from(holders.index(True), sendable(own))}
         with undisturbed_random_numbers():
             seed_everything(self.seed)
             finding = self.steps.look_at_loss(loss, shared)
