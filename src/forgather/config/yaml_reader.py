@@ -6,6 +6,7 @@ values is an error, because everything that reads such a configuration would han
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import yaml
 
@@ -17,12 +18,30 @@ CONFIG_NAME = "config.yaml"
 _EXPONENT = re.compile(r"[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$")
 
 
-_MOST_REPEATED = 10_000
+_MOST_REPEATED = 100_000
 """Values that aliases may add to those that are written."""
+
+
+_MOST_SHOWN = 100
 
 
 class _Loader(yaml.SafeLoader):
     """Safe loader that reads 1e-3 as a number: PyYAML follows YAML 1.1, where it is a string."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """Construct a value; raise `MarkedYAMLError` for text such as 2020-13-45, which has the form of a date."""
+        try:
+            value = super().construct_object(node, deep)
+            if isinstance(value, int):
+                str(value)  # Python limits the digits: a longer number could not be shown in a message.
+        except (ValueError, OverflowError, LookupError, AttributeError) as error:
+            # PyYAML lets the errors of int, float and date through, with LookupError and AttributeError for explicit tags.
+            written = str(node.value)
+            shown = repr(written[:_MOST_SHOWN]) + "..." * (len(written) > _MOST_SHOWN)
+            reason = f"it cannot be read as {node.tag.rpartition(':')[2]} ({str(error)[:_MOST_SHOWN]})"
+            problem = f"{shown} is no value: {reason}. Quote it if it is text"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from None
+        return value
 
 
 class _Dumper(yaml.SafeDumper):

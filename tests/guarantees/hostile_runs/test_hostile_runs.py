@@ -121,7 +121,7 @@ def put_bomb(path: Path, private: Path) -> None:
     bombs = {
         ".yaml": BOMB.decode(),
         ".json": "[" * 10**5,
-        ".jsonl": ("[" * 10**5 + "\n") * 3 + '{"step": 1' + "0" * 10**5 + "}\n",
+        ".jsonl": "{}\n" * 10**6 + ("[" * 10**5 + "\n") * 3 + '{"step": 1' + "0" * 10**5 + "}\n",
     }
     path.write_text(bombs.get(path.suffix, "PK\x03\x04" + "\x80\x02" * 10**5))
 

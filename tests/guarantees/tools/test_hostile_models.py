@@ -8,10 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
 from forgather.cli.main import main
+from forgather.ml.checkpoint.errors import CheckpointLoadError
 from forgather.ml.checkpoint.manifest import read_manifest
 from forgather.ml.checkpoint.store import amend_file
+from forgather.ml.checkpoint.weights.trial_build import require_plausible_model
 from tests.unit.cli.conftest import process_as_before  # noqa: F401 - undoes the set-up of the command line
 from tests.unit.cli.program import call, write_tiny_run
 
@@ -105,6 +108,22 @@ def assert_refused(capsys: pytest.CaptureFixture[str], description: str, key: st
         text
     )
     assert f"{key}={HUGE}" in text and "the weights are " in text
+
+
+@pytest.mark.parametrize(("positions", "is_refused"), [(16_384, False), (65_536, True)])
+def test_buffers_that_are_not_stored_may_exceed_the_weights_within_bounds(
+    tmp_path: Path, positions: int, is_refused: bool
+) -> None:
+    # Its causal mask has positions ** 2 bytes in each layer.
+    config = GPTNeoConfig(
+        num_layers=2, attention_types=[[["global", "local"], 1]], hidden_size=8, num_heads=1, vocab_size=50
+    )
+    GPTNeoForCausalLM(config).save_pretrained(tmp_path)
+    config.max_position_embeddings = positions
+    config.save_pretrained(tmp_path)
+    refused = pytest.raises(CheckpointLoadError, match="describes a model that cannot belong to the weights")
+    with refused if is_refused else contextlib.nullcontext():
+        require_plausible_model(lambda: GPTNeoForCausalLM(config), str(tmp_path / "config.json"), str(tmp_path))
 
 
 @pytest.mark.parametrize("name", HUGE_VALUES)

@@ -97,8 +97,13 @@ def test_yaml_errors_name_their_line() -> None:
     [
         (b"args:\n  seed: 1\n\x00\x01", "run.yaml, line 3: invalid YAML: the control character #x00 is not permitted."),
         (b"a: " + b"[" * 20_000, "run.yaml: invalid YAML: its values are nested too deeply."),
-        (b"args: {report_to: &a [*a]}", "run.yaml, line 1: invalid YAML: its aliases repeat more than 10,000 values."),
-        (BOMB, "run.yaml, line 1: invalid YAML: its aliases repeat more than 10,000 values."),
+        (b"args: {report_to: &a [*a]}", "run.yaml, line 1: invalid YAML: its aliases repeat more than 100,000 values."),
+        (BOMB, "run.yaml, line 1: invalid YAML: its aliases repeat more than 100,000 values."),
+        (
+            b"args:\n  seed: 1\n  output_dir: 2020-13-45",
+            "run.yaml, line 3: invalid YAML: '2020-13-45' is no value: it cannot be read as timestamp (month must be in "
+            "1..12). Quote it if it is text.",
+        ),
         (b"\x7fELF\x02\x01", "run.yaml, line 1: invalid YAML: the control character #x7f is not permitted."),
         (b"args: \xff\xfe", "The configuration 'run.yaml' cannot be read: it is no text in UTF-8, because of byte 6."),
     ],
@@ -109,6 +114,25 @@ def test_file_that_is_no_configuration_is_one_clear_line(
     Path("run.yaml").write_bytes(content)
     answer = call(capsys, "train", "run.yaml")
     assert (answer.code, answer.errors) == (2, f"forgather: {message}\n")
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["1" * 5000, "0x" + "f" * 5000, "2001-12-14t21:59:43.10-99:99", "!!bool maybe", "!!timestamp x", '!!int ""'],
+    ids=lambda value: value[:20],
+)
+def test_text_that_its_type_cannot_hold_names_its_line(value: str) -> None:
+    message = refusal(f"args:\n  seed: 1\n  output_dir: [{value}]\n")
+    assert message.startswith("run.yaml, line 3: invalid YAML: ") and "is no value" in message and len(message) < 400
+    # A word of the command line that is no YAML is text.
+    assert read(BASE, "--args.output_dir", "2020-13-45").args.output_dir == "2020-13-45"
+
+
+def test_many_uses_of_an_anchor_are_a_configuration() -> None:
+    keys = ", ".join(f"k{number}: {number}" for number in range(100))
+    uses = "".join(f"    use{number}: *base\n" for number in range(60))
+    text = f"model:\n  class_path: a.b\n  init_args:\n    base: &base {{{keys}}}\n{uses}"
+    assert read(text).model.init_args["use59"]["k99"] == 99
 
 
 def test_command_line_overrides_the_file() -> None:

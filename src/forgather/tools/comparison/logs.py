@@ -46,7 +46,7 @@ class LogComparison:
         return self.differences[0] if self.differences else None
 
 
-_Steps = dict[int, dict[str, object]]
+_Steps = dict[int, dict[str, float | None]]
 
 
 def compare_logs(first_dir: str, second_dir: str) -> LogComparison:
@@ -75,10 +75,10 @@ def _by_step(output_dir: str) -> _Steps:
     path = os.path.join(output_dir, FILE_NAME)
     steps: _Steps = {}
     for record in read_records(path) if os.path.lexists(path) else []:
-        step = record.get("step")
         # The record at the end of a run has totals, and no numbers of a step.
-        if type(step) is int and "train_runtime" not in record:
-            steps.setdefault(step, {}).update({name: record[name] for name in COMPARED if name in record})
+        if "train_runtime" not in record:
+            numbers = {name: _number(record[name]) for name in COMPARED if name in record}
+            steps.setdefault(record["step"], {}).update(numbers)
     return steps
 
 
@@ -92,12 +92,12 @@ def _previous(steps: _Steps) -> dict[int, int | None]:
 def _first_difference(
     name: str,
     steps: Sequence[int],
-    first: Mapping[int, Mapping[str, object]],
-    second: Mapping[int, Mapping[str, object]],
+    first: Mapping[int, Mapping[str, float | None]],
+    second: Mapping[int, Mapping[str, float | None]],
 ) -> NumberDifference | None:
     for step in steps:
         if name in first[step] and name in second[step]:
-            values = _number(first[step][name]), _number(second[step][name])
+            values = first[step][name], second[step][name]
             # As text: 0.0 and -0.0 are equal as numbers, but differ in a bit.
             if repr(values[0]) != repr(values[1]):
                 return NumberDifference(name, step, *values)

@@ -13,11 +13,12 @@ from forgather.ml.trainer.callbacks.support.record_file import Line
 from forgather.ml.trainer.elastic.failure_notes import Failure
 from forgather.tools.report import contents
 from forgather.tools.report.contents import Attempt, Event, Goodput, Point
-from forgather.tools.report.lines import number, text
+from forgather.tools.report.lines import number, text, time_of, whole_number
 
 _NOT_DRAWN = ("step", "time", "kind", "busy", "memory", "epoch", "total_flos", "tokens")
 _SILENCE_SECONDS = 900
 """A run on another machine counts as killed after this time without a line."""
+_MOST_MEMORY_POINTS = 10**6
 _OUTCOMES = {"finished": contents.FINISHED, "preempted": contents.PREEMPTED, "stopped": contents.STOPPED}
 
 
@@ -84,15 +85,15 @@ def curves(parts: Sequence[Part]) -> dict[str, list[Point]]:
 
 
 def memory_curves(parts: Sequence[Part]) -> list[list[Point]]:
-    """Return the memory of each rank."""
+    """Return the memory of each rank; of very many values, those of every n-th line."""
     found: list[list[Point]] = []
-    for part in parts:
-        for line in part.lines:
-            memory = line.get("memory")
-            for rank, value in enumerate(memory if isinstance(memory, list) else []):
-                if (size := number(value)) is not None:
-                    found += [[] for _ in range(rank + 1 - len(found))]
-                    found[rank].append(Point(line["step"], line.get("time"), size, line["step"] <= part.limit))
+    lines = [(part, line) for part in parts for line in part.lines if isinstance(line.get("memory"), list)]
+    every = 1 + sum(len(line["memory"]) for _, line in lines) // _MOST_MEMORY_POINTS
+    for part, line in lines[::every]:
+        for rank, value in enumerate(line["memory"]):
+            if (size := number(value)) is not None:
+                found += [[] for _ in range(rank + 1 - len(found))]
+                found[rank].append(Point(line["step"], line.get("time"), size, line["step"] <= part.limit))
     return found
 
 
@@ -136,14 +137,14 @@ def attempts(parts: Sequence[Part], failures: Sequence[Failure], now: float) -> 
                 first_step=part.first_step,
                 last_step=last_step,
                 counts_until=int(min(part.limit, last_step)),
-                process_started=number(start.get("process_started")),
+                process_started=time_of(start.get("process_started")),
                 began=part.began,
                 ended=ended,
                 outcome=outcome,
                 detail=detail,
                 resumed_from=_name(start.get("resumed_from")),
                 host=text(start.get("host")),
-                world_size=int(number(start.get("world_size")) or 0) or None,
+                world_size=whole_number(start.get("world_size")) or None,
                 trainer=text(start.get("trainer")),
             )
         )

@@ -18,7 +18,8 @@ from forgather.ml.trainer.callbacks.support.record_file import Line, read_lines
 
 logger = logging.getLogger(__name__)
 
-_LARGEST_STEP = 2**53
+LARGEST_STEP = 2**53
+"""Largest plausible number of a step, a stage or a second."""
 _LATEST_TIME = 1e11
 _MOST_STATE_BYTES = 32 * 2**20
 
@@ -37,6 +38,18 @@ def number(value: object) -> float | None:
         return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
     except OverflowError:
         return None
+
+
+def whole_number(value: object) -> int:
+    """Return a count of a file; 0 for other types, NaN and infinities."""
+    found = number(value)
+    return int(found) if found is not None and math.isfinite(found) else 0
+
+
+def time_of(value: object) -> float | None:
+    """Return a plausible time of a file in seconds since 1970, None for anything else."""
+    found = number(value)
+    return found if found is not None and 0 < found < _LATEST_TIME else None
 
 
 def text(value: object) -> str | None:
@@ -92,9 +105,8 @@ def _history(output_dir: str, path: str) -> Sequence[Any]:
 def _is_plausible(line: object, needs_time: bool) -> bool:
     if not isinstance(line, dict):
         return False
-    step, moment = line.get("step"), number(line.get("time"))
-    has_step = type(step) is int and 0 <= step < _LARGEST_STEP
-    has_time = moment is not None and math.isfinite(moment) and 0 < moment < _LATEST_TIME
+    step, has_time = line.get("step"), time_of(line.get("time")) is not None
+    has_step = type(step) is int and 0 <= step < LARGEST_STEP
     return has_step and (has_time or not (needs_time or "time" in line))
 
 

@@ -1,5 +1,6 @@
 """HTML page of a report: one file without network access. All text of the run is escaped."""
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -88,7 +89,9 @@ def _tiles(report: RunReport) -> Iterator[tuple[str, str]]:
         counting = [point for point in report.series.get(name, []) if point.counts]
         if counting:
             yield f"{label} at step {counting[-1].step:,}", short_number(counting[-1].value)
-    rates = [point.value for point in report.series.get("tok_per_sec", []) if point.counts]
+    rates = [
+        point.value for point in report.series.get("tok_per_sec", []) if point.counts and math.isfinite(point.value)
+    ]
     if rates:
         yield "tokens per second, median", format_count(sorted(rates)[len(rates) // 2])
     if report.goodput is not None:

@@ -1,20 +1,20 @@
 """Pipeline steps of a run record: timelines with bubble share and slowest stage, as planned and as measured."""
 
-import math
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 from forgather.ml.trainer.callbacks.support.record_file import Line
 from forgather.tools.report.contents import PipelineStep, Slot, Timeline
-from forgather.tools.report.lines import number, text
+from forgather.tools.report.lines import LARGEST_STEP, number, text, whole_number
 
 _MOST_STEPS = 3
 
 
 def pipeline_steps(lines: Sequence[Line]) -> list[PipelineStep]:
     """Return the measured steps, newest first; a run has one for each start."""
-    found = [step for line in lines if line["kind"] == "schedule" and (step := _step(line)) is not None]
-    return found[::-1][:_MOST_STEPS]
+    found = (step for line in reversed(lines) if line["kind"] == "schedule" and (step := _step(line)) is not None)
+    return list(itertools.islice(found, _MOST_STEPS))
 
 
 def _step(line: Line) -> PipelineStep | None:
@@ -29,12 +29,12 @@ def _step(line: Line) -> PipelineStep | None:
     busy = _busy_by_stage(measured[0])
     return PipelineStep(
         schedule=text(line.get("schedule")) or "unknown",
-        step=int(number(line.get("of_step")) or line["step"]),
-        n_microbatches=int(number(line.get("n_microbatches")) or 0),
+        step=whole_number(line.get("of_step")) or line["step"],
+        n_microbatches=whole_number(line.get("n_microbatches")),
         planned=_timeline(line.get("planned")),
         planned_problem=text(line.get("planned_problem")),
         measured=measured,
-        num_pipelines=int(number(line.get("num_pipelines")) or len(measured)),
+        num_pipelines=whole_number(line.get("num_pipelines")) or len(measured),
         busy_by_stage=busy,
         slowest_stage=max(busy, key=lambda stage: busy[stage]) if busy else None,
     )
@@ -51,7 +51,7 @@ def _timeline(ranks: object) -> Timeline | None:
     span = end - begin
     share = 1 - busy / (span * len(rows)) if span > 0 else 0.0
     shifted = [[slot._replace(begin=slot.begin - begin, end=slot.end - begin) for slot in row] for row in slots]
-    return Timeline([int(number(row.get("rank")) or 0) for row in rows], shifted, span, max(share, 0.0))
+    return Timeline([whole_number(row.get("rank")) for row in rows], shifted, span, max(share, 0.0))
 
 
 def _list(value: object) -> list[Any]:
@@ -63,7 +63,8 @@ def _slot(value: object) -> Slot | None:
         return None
     stage, work, microbatch, begin, end = value
     numbers = [number(one) for one in (stage, microbatch, begin, end)]
-    if not isinstance(work, str) or any(one is None or not math.isfinite(one) for one in numbers) or end < begin:
+    is_plausible = all(one is not None and abs(one) <= LARGEST_STEP for one in numbers)
+    if not isinstance(work, str) or not is_plausible or end < begin:
         return None
     return Slot(int(stage), work, int(microbatch), float(begin), float(end))
 

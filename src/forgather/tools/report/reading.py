@@ -3,6 +3,7 @@
 Everything in the directory is untrusted data. A file that cannot be read is listed in `problems`, and the rest is shown.
 """
 
+import itertools
 import json
 import logging
 import os
@@ -22,7 +23,7 @@ from forgather.ml.trainer.elastic.failure_notes import read_failures
 from forgather.tools.report import contents, history
 from forgather.tools.report.contents import Attempt, CheckpointRow, RunReport, Sample
 from forgather.tools.report.errors import ReportError
-from forgather.tools.report.lines import find_lines, number
+from forgather.tools.report.lines import LARGEST_STEP, find_lines, number, whole_number
 from forgather.tools.report.pipeline_steps import pipeline_steps
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ def read_run(output_dir: str) -> RunReport:
     now, problems = time.time(), list[str]()
     source, lines = find_lines(output_dir)
     rows = _checkpoints(output_dir, problems)
-    failures = read_failures(output_dir)
+    failures = [one for one in read_failures(output_dir) if 0 <= one.step < LARGEST_STEP]
     if not lines and not rows and not failures:
         raise ReportError(
             f"{output_dir!r} has nothing to report: no run_record.jsonl, trainer_logs.jsonl, trainer_state.json, "
@@ -59,7 +60,7 @@ def read_run(output_dir: str) -> RunReport:
         source=source,
         state=_state(parts, attempts),
         step=max([0, *(one.last_step for one in attempts[-1:]), *(row.step or 0 for row in rows if not parts)]),
-        max_steps=int(number(start.get("max_steps")) or 0) or None,
+        max_steps=whole_number(start.get("max_steps")) or None,
         series=history.curves(parts),
         memory=history.memory_curves(parts),
         memory_meaning=_memory_meaning(start),
@@ -180,13 +181,12 @@ def _saves(lines: Sequence[Line], rows: Sequence[CheckpointRow]) -> list[Line]:
 
 
 def _samples(lines: Sequence[Line]) -> list[Sample]:
-    found: list[Sample] = []
-    for line in lines:
-        entries = line.get("samples") if line["kind"] == "samples" else None
-        for entry in entries if isinstance(entries, list) else []:
-            if isinstance(entry, dict):
-                found.append(Sample(line["step"], str(entry.get("prompt", "")), str(entry.get("text", ""))))
-    return found[-_MOST_SAMPLES:]
+    """Return the newest samples, oldest first."""
+    listed = ((line["step"], line.get("samples")) for line in reversed(lines) if line["kind"] == "samples")
+    entries = ((step, one) for step, many in listed if isinstance(many, list) for one in reversed(many))
+    # Samples beyond the limit are not made: a line can have 300,000.
+    found = itertools.islice(((step, one) for step, one in entries if isinstance(one, dict)), _MOST_SAMPLES)
+    return [Sample(step, str(one.get("prompt", "")), str(one.get("text", ""))) for step, one in found][::-1]
 
 
 def _configuration(output_dir: str, start: Line, problems: list[str]) -> str:

@@ -114,6 +114,8 @@ def short_number(value: float) -> str:
     """Return a number with at most four digits: 0.0015, 1.2e-05, 12.3k."""
     if value == 0:
         return "0"
+    if math.isinf(value):
+        return str(value)
     if abs(value) < 1e-3 or abs(value) >= 1e15:
         mantissa, exponent = f"{value:.2e}".split("e")
         return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"

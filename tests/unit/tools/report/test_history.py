@@ -1,12 +1,14 @@
 """Attempts, the steps that count, and goodput, from the lines of a run record."""
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from forgather.ml.trainer.callbacks.support.record_file import RecordFile, read_lines
-from forgather.tools.report import contents, history
+from forgather.tools.report import contents, history, write_report
 
 
 def line(kind: str, time: float, step: int, **values: Any) -> dict[str, Any]:
@@ -87,3 +89,57 @@ def test_record_stays_bounded_and_keeps_spikes(tmp_path: Any) -> None:
     lines = read_lines(file.path)
     assert lines[0]["kind"] == "start" and lines[-1]["step"] == 1499
     assert 123 in [one["step"] for one in lines] and len(lines) > 50
+
+
+SLOT = [0, "forward", 0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value"),
+    [
+        ("start", "process_started", math.nan),
+        ("start", "max_steps", math.nan),
+        ("start", "world_size", math.inf),
+        ("log", "tok_per_sec", math.nan),
+        # An evaluation that diverged.
+        ("evaluate", "eval_loss", math.inf),
+        ("log", "loss", -math.inf),
+        ("schedule", "of_step", math.nan),
+        ("schedule", "n_microbatches", math.inf),
+        ("schedule", "num_pipelines", math.inf),
+        ("schedule", "pipelines", [{"ranks": [{"rank": math.nan, "slots": [SLOT]}]}]),
+        ("schedule", "pipelines", [{"ranks": [{"slots": [[0, "forward", 0, -1e308, 1e308], SLOT]}]}]),
+    ],
+)
+def test_values_that_are_no_number_leave_the_rest_of_the_report(
+    tmp_path: Path, kind: str, key: str, value: object
+) -> None:
+    lines = [*KILLED[:-1], line("evaluate", 155.0, 8, eval_loss=1.0), line("log", 156.0, 8, tok_per_sec=9.0)]
+    lines.append(line("schedule", 156.0, 8, pipelines=[{"ranks": [{"rank": 0, "slots": [SLOT]}]}]))
+    lines.append(next(one for one in reversed(lines) if one["kind"] == kind) | {key: value})
+    (tmp_path / "run_record.jsonl").write_text("".join(json.dumps(one) + "\n" for one in [*lines, KILLED[-1]]))
+    assert write_report(str(tmp_path)).report.step == 8
+
+
+def test_a_failure_at_an_impossible_step_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "run_record.jsonl").write_text("".join(json.dumps(one) + "\n" for one in KILLED))
+    names = ("time", "attempt", "host", "error_type", "message", "fingerprint")
+    failure = dict.fromkeys(names, "a") | {"rank": 0, "resumed_from": None, "step": 10**400}
+    (tmp_path / "failures.jsonl").write_text(json.dumps(failure) + "\n")
+    assert write_report(str(tmp_path)).report.step == 8
+
+
+def test_memory_of_very_many_ranks_is_thinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "_MOST_MEMORY_POINTS", 100)
+    lines = [line("log", 112.0 + step, step, memory=[1] * 30) for step in range(10)]
+    ranks = history.memory_curves(history.split(lines))
+    assert len(ranks) == 30 and [one.step for one in ranks[0]] == [0, 4, 8]
+
+
+def test_newest_samples_are_shown_of_very_many(tmp_path: Path) -> None:
+    many = [{"prompt": str(number), "text": ""} for number in range(10_000)]
+    lines = [line("samples", 112.0 + step, step, samples=many) for step in (1, 2)]
+    (tmp_path / "run_record.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    samples = write_report(str(tmp_path)).report.samples
+    assert [one.prompt for one in samples] == [str(number) for number in range(9_800, 10_000)]
+    assert {one.step for one in samples} == {2}

@@ -7,10 +7,10 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from forgather._run_files import append_line, last_lines, open_in_run
+from forgather._run_files import append_line, last_lines, open_in_run, remove_lines
 from forgather.ml.checkpoint.files.durable import make_directories
 from forgather.ml.trainer.arguments.training_arguments import TrainingArguments
 from forgather.ml.trainer.callbacks.support.json_values import to_json
@@ -20,6 +20,9 @@ from forgather.ml.trainer.trainer_types import TrainerCallback, TrainerControl, 
 logger = logging.getLogger(__name__)
 
 FILE_NAME = "trainer_logs.jsonl"
+
+_Kind = tuple[int, frozenset[str]]
+"""Step and keys of a record."""
 
 
 class JsonLogger(TrainerCallback):
@@ -43,7 +46,7 @@ class JsonLogger(TrainerCallback):
         self._has_warned = False
         self._writes_now = evaluations_alone
         self._waiting: list[dict[str, Any]] = []
-        self._inherited: list[dict[str, Any]] = []
+        self._inherited: set[_Kind] = set()
         """Records at the step of the checkpoint. Those logged after the save will be logged again by the resumed run."""
 
     def on_train_begin(
@@ -53,7 +56,7 @@ class JsonLogger(TrainerCallback):
             return
         # At step 0, a file that this process has written (an evaluation before training) belongs to this run.
         is_fresh = state.global_step == 0 and not self._has_written
-        self._guarded(lambda: self._begin(self._path(args), state.global_step, is_fresh))
+        self._guarded(lambda: self._begin(*self._place(args), state.global_step, is_fresh))
         self._writes_now = True
         for record in self._waiting:
             self._guarded(lambda record=record: self._append(args, record))  # type: ignore[misc]
@@ -79,11 +82,13 @@ class JsonLogger(TrainerCallback):
     ) -> None:
         self._write(args, state, metrics)
 
-    def _path(self, args: TrainingArguments) -> str:
-        return os.path.join(args.output_dir, self._file_name)
+    def _place(self, args: TrainingArguments) -> tuple[str, str]:
+        """Return the folder and the name of the file; a user may have chosen one outside the run."""
+        return os.path.split(self._file_name) if os.path.isabs(self._file_name) else (args.output_dir, self._file_name)
 
-    def _begin(self, path: str, step: int, is_fresh: bool) -> None:
-        self._inherited = []
+    def _begin(self, folder: str, name: str, step: int, is_fresh: bool) -> None:
+        self._inherited = set()
+        path = os.path.join(folder, name)
         if not os.path.isfile(path):
             return
         if is_fresh:
@@ -91,8 +96,13 @@ class JsonLogger(TrainerCallback):
             base, extension = os.path.splitext(path)
             os.replace(path, f"{base}.previous{extension}")
             return
-        kept = keep_records(path, lambda record: record.get("step", 0) <= step)
-        self._inherited = [record for record in kept if record.get("step") == step]
+
+        def is_kept(record: dict[str, Any]) -> bool:
+            if record["step"] == step:
+                self._inherited.add(_kind(record))
+            return bool(record["step"] <= step)
+
+        keep_records(folder, name, is_kept)
 
     def _write(self, args: TrainingArguments, state: TrainerState, values: Mapping[str, Any]) -> None:
         if not state.is_world_process_zero or self._records.is_repeated(state.global_step, values):
@@ -107,16 +117,13 @@ class JsonLogger(TrainerCallback):
         if not self._has_written:
             make_directories(args.output_dir)
             self._has_written = True
-        self._drop_inherited(self._path(args), record)
-        append_line(args.output_dir, self._file_name, json.dumps(record, allow_nan=False))
-
-    def _drop_inherited(self, path: str, record: dict[str, Any]) -> None:
+        folder, name = self._place(args)
         # The killed process may have logged this record after its last save. Log and evaluation records of one step
         # differ in their keys, so equal keys mean that the resumed run repeats the record.
-        again = [one for one in self._inherited if one["step"] == record["step"] and one.keys() == record.keys()]
-        if again:
-            self._inherited = [one for one in self._inherited if one not in again]
-            keep_records(path, lambda one: one not in again)
+        if (kind := _kind(record)) in self._inherited:
+            self._inherited.remove(kind)
+            keep_records(folder, name, lambda old: _kind(old) != kind)
+        append_line(folder, name, json.dumps(record, allow_nan=False))
 
     def _guarded(self, write: Callable[[], None]) -> None:
         """Run `write`, and turn an OSError into one warning."""
@@ -133,34 +140,22 @@ class JsonLogger(TrainerCallback):
                 )
 
 
-def read_records(path: str) -> list[dict[str, Any]]:
-    """Return the records of a log file, in order; lines that a killed or running process left incomplete are skipped."""
-    with open_in_run(*os.path.split(path)) as file:
-        return [record for _, line in last_lines(file) if (record := _parsed(line)) is not None]
+def read_records(path: str) -> Iterator[dict[str, Any]]:
+    """Yield the records at the end of a log file, in order; damaged lines are skipped.
 
-
-def keep_records(path: str, wanted: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
-    """Remove the other records from the end of the file, and return the wanted ones.
-
-    A line that a killed process left incomplete is removed too.
+    A killed or running process leaves an incomplete line.
     """
-    kept: list[dict[str, Any]] = []
-    begin, moved = None, list[bytes]()
-    with open_in_run(*os.path.split(path), "rb+") as file:
-        for offset, line in last_lines(file):
-            record = _parsed(line)
-            if record is None or not wanted(record):
-                begin = offset if begin is None else begin
-                continue
-            kept.append(record)
-            if begin is not None:
-                moved.append(line)
-        if begin is not None:
-            # Not a copy of the whole file, which may be long. Usually nothing is moved: the others are the last ones.
-            file.seek(begin)
-            file.write(b"".join(moved))
-            file.truncate()
-    return kept
+    with open_in_run(*os.path.split(path)) as file:
+        yield from (record for _, line in last_lines(file) if (record := _parsed(line)) is not None)
+
+
+def keep_records(folder: str, name: str, wanted: Callable[[dict[str, Any]], bool]) -> None:
+    """Remove the other records, and damaged lines, from the end of a log file."""
+    remove_lines(folder, name, lambda line: (record := _parsed(line)) is not None and wanted(record))
+
+
+def _kind(record: Mapping[str, Any]) -> _Kind:
+    return record["step"], frozenset(record)
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
@@ -171,4 +166,5 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
         record = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return record if isinstance(record, dict) else None
+    # Not bool, which is an int.
+    return record if isinstance(record, dict) and type(record.get("step")) is int else None
