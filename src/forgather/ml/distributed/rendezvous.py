@@ -274,5 +274,6 @@ def _check(deadline: float, world_size: int) -> None:
     if time.monotonic() > deadline:
         raise RuntimeError(
             f"Not all {world_size} ranks of this job started in time. See the output of the other ranks. With more than one "
-            "node, check that all nodes were started with the same rendezvous endpoint, and the same FORGATHER_JOB_SECRET or none."
+            "node, check that all nodes were started with the same rendezvous endpoint, and with the same "
+            "FORGATHER_JOB_SECRET or none."
         )
