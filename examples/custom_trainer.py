@@ -61,13 +61,15 @@ class TwoKindsTrainer(DDPTrainer[DDPTrainingArguments]):
 @record_entry_point
 def main() -> None:
     env = DistributedEnvironment()
-    is_code = env.rank < env.world_size // 2
-    text = "".join(standard_library_documents(300_000)) if is_code else " ".join(map(str, range(60_000)))
-    rows = torch.tensor(list(text.encode()[: 32 * 4000])).view(-1, 32)
+    size_of_half = env.world_size // 2
+    half, place = divmod(env.rank, size_of_half)
+    text = "".join(standard_library_documents(300_000)) if half == 0 else " ".join(map(str, range(60_000)))
+    rows = torch.tensor(list(text.encode()[: 32 * 4000])).view(-1, 32)[place::size_of_half]
     args = DDPTrainingArguments(
         output_dir="runs/custom_trainer",
         max_steps=60,
-        dispatch_batches=False,  # Each rank reads its own data.
+        dispatch_batches=False,
+        data_is_sharded=True,  # Each rank reads its own shard.
         per_device_train_batch_size=8,
         learning_rate=1e-2,
         logging_steps=20,
