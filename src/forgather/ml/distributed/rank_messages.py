@@ -159,9 +159,10 @@ def _plain_blob(content: bytes | memoryview, blobs: list[bytes | memoryview]) ->
 
 
 def _plain_tensor(value: Tensor, blobs: list[bytes | memoryview]) -> list[Any]:
-    if value.layout is not torch.strided or value.is_quantized or value.is_nested or value.is_meta:
-        kind = "A nested tensor" if value.is_nested else "A tensor without data (device meta)"
-        raise UnsupportedValueError(kind if value.is_nested or value.is_meta else f"A tensor of layout {value.layout}")
+    if value.layout is not torch.strided or value.is_quantized or value.is_nested:
+        raise UnsupportedValueError("A nested tensor" if value.is_nested else f"A tensor of layout {value.layout}")
+    if value.is_meta:
+        raise UnsupportedValueError("A tensor without data (device meta)")
     dense = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
     # Viewed as bytes, because NumPy has no bfloat16. A contiguous tensor of one element may have any stride.
     content: Any = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy() if dense.numel() else b""

@@ -224,9 +224,11 @@ class FSDP2Trainer(Trainer[TFSDP2Args]):
         # A forward pass gathers parameters from all ranks. With the same batch and random numbers, all ranks run the same
         # number of passes, and find the same loss.
         holders = self.team.gather(batch is not None)
-        # Objects that cannot be sent, such as paths, are those of the rank's own batch.
         own = dict(batch or {})
-        shared = {**own, **self.team.broadcast_from(holders.index(True), sendable(own))}
+        sent = sendable(own)
+        sent, kept = self.team.broadcast_from(holders.index(True), (sent, [name for name in own if name not in sent]))
+        # Objects that cannot be sent, such as paths, are those of the rank's own batch.
+        shared = {**sent, **{name: own[name] for name in kept if name in own}}
         with undisturbed_random_numbers():
             seed_everything(self.seed)
             finding = self.steps.look_at_loss(loss, shared)
