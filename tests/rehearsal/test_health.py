@@ -46,6 +46,7 @@ class BrokenLinks(TorchDispatchMode):
 @contextlib.contextmanager
 def nccl_group() -> Iterator[DistributedEnvironment]:
     """Replace the gloo group of the test by the group of a job with accelerators."""
+    dist.barrier()  # another rank may still be connecting
     dist.destroy_process_group()
     reset_process_groups()
     yield DistributedEnvironment(log_level="WARNING")

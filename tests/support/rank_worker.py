@@ -62,8 +62,11 @@ def _serve(job: Job, connection: Connection) -> None:
         connection.send(_run(job, connection))
         request = connection.recv()
         assert isinstance(request, TearDown), request
+        # Torch counts groups, and a group that could not be created stays counted on the ranks that tried. The names of
+        # later groups would differ between ranks.
+        leftovers = [] if dist.is_initialized() else ["no process group"]
         _leave_process_group()
-    leftovers = [f"thread {thread.name!r}" for thread in threading.enumerate() if thread not in threads_before]
+    leftovers += [f"thread {thread.name!r}" for thread in threading.enumerate() if thread not in threads_before]
     connection.send(Clean(leftovers))
 
 

@@ -64,6 +64,7 @@ def limit_of(group: dist.ProcessGroup) -> float:
 def limits_of_groups(asked: float | None) -> dict[str, list[float]]:
     """Return the timeouts of all kinds of groups that the library makes, in seconds."""
     rank, size = dist.get_rank(), dist.get_world_size()
+    dist.barrier()  # another rank may still be connecting
     dist.destroy_process_group()
     reset_process_groups()
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
@@ -99,6 +100,7 @@ def limits_of_groups(asked: float | None) -> dict[str, list[float]]:
 def groups_of_a_mixed_world() -> tuple[str, int]:
     """Return backend and size of the control group of a WORLD that is not plain gloo."""
     rank, size = dist.get_rank(), dist.get_world_size()
+    dist.barrier()  # another rank may still be connecting
     dist.destroy_process_group()
     dist.init_process_group("cpu:gloo", rank=rank, world_size=size)
     group = get_global_process_group()
