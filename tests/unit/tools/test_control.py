@@ -122,16 +122,17 @@ def test_request_waits_for_the_step_and_says_so(job: RunningJob) -> None:
 def test_requests_that_the_run_does_not_reach_are_told_its_end(job: RunningJob) -> None:
     job.gate.let_pass(7)
     until(lambda: connect(job.output_dir).status().step == 7)
-    results: list[Any] = []
-    threads = [waiting(connect(job.output_dir).evaluate, results)]
+    evaluated: list[Any] = []
+    refused: list[Any] = []
+    threads = [waiting(connect(job.output_dir).evaluate, evaluated)]
     # The client is queued when the run begins to end, and its step is the last one.
     until(lambda: job.has_queued(1))
     job.end()
-    threads.append(waiting(lambda: connect(job.output_dir), results))
+    threads.append(waiting(lambda: connect(job.output_dir), refused))
     for thread in threads:
         thread.join(30)
-    assert isinstance(results[0], Evaluation) and results[0].step == 8
-    assert isinstance(results[1], NoRunningJobError) and "No job runs in" in str(results[1])
+    assert isinstance(evaluated[0], Evaluation) and evaluated[0].step == 8
+    assert isinstance(refused[0], NoRunningJobError) and "No job runs in" in str(refused[0])
 
 
 @pytest.mark.parametrize(
