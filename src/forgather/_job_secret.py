@@ -161,18 +161,17 @@ class SealedStore:
         """Return a value, and wait for it up to the timeout of the store."""
         from torch.distributed import DistStoreError
 
-        deadline = time.monotonic() + (timeout or self.timeout).total_seconds()
-        while True:
-            self._store.wait([name], timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
-            found = self._opened(name)
-            if found is not None:
-                return found
+        limit = timeout or self.timeout
+        deadline = time.monotonic() + limit.total_seconds()
+        self._store.wait([name], limit)
+        while (found := self.find(name)) is None:
             if time.monotonic() > deadline:
                 raise DistStoreError(
                     f"The value of {name!r} in the store of the job is not signed with the secret of this job: another program "
                     "has written it, or the nodes have different secrets."
                 )
             time.sleep(_POLL_SECONDS)
+        return found
 
     def multi_set(self, names: Sequence[str], values: Sequence[str | bytes]) -> None:
         for name, value in zip(names, values, strict=True):
