@@ -2,8 +2,7 @@
 
 `SealedState` gives torch only states that a launcher of this job has signed. Anything else in the store, such as a state of
 another job of the same user, counts as a state that was lost: the last one of this job is used, and the next heartbeat
-writes it again. `SealedHandler` signs what the agents
-exchange once they have met. Called by the meetings of nodes.
+writes it again. `SealedHandler` signs what the agents exchange once they have met. Called by the meetings of nodes.
 """
 
 import json

@@ -31,7 +31,7 @@ from forgather.ml.trainer.loop.evaluation_sums import EvaluationInterrupted, fir
 from forgather.ml.trainer.loop.nonfinite import GradientWatch
 from forgather.ml.trainer.ranks.batch_notes import Feed, RankFeed, SoloFeed, signal_of, stop_flags
 from forgather.ml.trainer.ranks.parallel_loading import DataLayout, ParallelLoading
-from forgather.ml.trainer.setup.rank_settings import require_equal_settings
+from forgather.ml.trainer.setup.rank_settings import ranks_text, require_equal_settings
 from forgather.ml.trainer.synchronized_dataloader import NOTHING, Round, Rounds, SynchronizedDataLoader
 from forgather.ml.trainer.trainer_types import TrainerControl
 
@@ -302,6 +302,15 @@ class RankTeam(SoloTeam):
         # The shortest rank ends the epoch for all, so the minimum is the number of batches on every rank.
         lengths = self.gather(loader.num_batches)
         known = [length for length in lengths if length is not None]
+        if self.rank == 0 and len(set(known)) > 1:
+            ranks = {
+                length: [rank for rank, one in enumerate(lengths) if one == length] for length in sorted(set(known))
+            }
+            logger.warning(
+                "The ranks have different numbers of training batches: %s. An epoch ends on all ranks after %d, and the other "
+                "batches are not trained on. Give every rank as many samples, or pass the full dataset on every rank.",
+                *("; ".join(f"{length} on {ranks_text(on)}" for length, on in ranks.items()), min(known)),
+            )
         synchronized = SynchronizedDataLoader(
             loader,
             "cpu",

@@ -153,7 +153,16 @@ def test_different_lengths_need_the_argument(tmp_path: Path) -> None:
     assert "data_is_sharded=False says" in refusal(tmp_path / "wrong", "incomplete copy", data_is_sharded=False)
     assert "41 samples on rank 0; 39 samples on rank 1" in refusal(tmp_path / "shards", "uneven shards")
     # The shorter shard ends the epoch, after 39 samples of each rank.
-    assert set(trained(tmp_path / "asked", "uneven shards", data_is_sharded=True)) >= set(range(41, 80))
+    first, second = run_on_ranks(train, 2, tmp_path / "asked", "uneven shards", {"data_is_sharded": True})
+    assert sorted(second["numbers"]) == list(range(41, 80)) and len(set(first["numbers"])) >= 39
+    said = [[one for one in result["messages"] if "are not trained on" in one] for result in (first, second)]
+    assert len(said[0]) == 1 and "10 on rank 1; 11 on rank 0. An epoch ends on all ranks after 10," in said[0][0]
+    assert not said[1]
+
+
+def test_ranks_with_as_many_batches_are_not_warned(tmp_path: Path) -> None:
+    for result in run_on_ranks(train, 2, tmp_path, "common", {}):
+        assert not [one for one in result["messages"] if "are not trained on" in one]
 
 
 def test_different_samples_contradict_a_common_dataset(tmp_path: Path) -> None:
